@@ -1,0 +1,33 @@
+# `make demo` and `make test` work from a fresh clone: each sets up its own virtual environment first.
+VENV ?= .venv
+# Installed before anything else, so that pip does not look further and take a build of several GB for a newer torch.
+# Any pip arguments fit, e.g. TORCH="torch --index-url <your index>".
+TORCH ?= torch==2.13.0
+# The first Python that is new enough and can make virtual environments.
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python; do \
+	$$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: demo test clean
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/osprey generate $(DEMO_ARGS)
+
+test: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+# A stamp is written only after everything before it worked: an interrupted set-up is resumed by running again.
+$(VENV)/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Osprey needs Python 3.11 or newer with venv and pip; name one with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet $(TORCH)
+	$(VENV)/bin/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,62 @@
+"""The `osprey` command: finds the verb and hands over; every verb lives in `cli/<verb>.py`.
+
+Nothing heavy is imported before the verb is known, so that `osprey --help` answers at once.
+"""
+
+import difflib
+import importlib
+import os
+import sys
+from importlib import metadata
+
+VERBS = {
+    "prune": "stage 1: cut a small language model to its first few blocks",
+    "pretrain": "stage 2: restore the pruned model by next-token training (gives a backbone)",
+    "align": "show how a target's vocabulary maps onto a backbone's",
+    "convert": "stage 3: turn a backbone into an untrained drafter for one target",
+    "distill": "stage 4: train the drafter to match its target",
+    "generate": "generate with a target and its drafter, and compare with plain generation",
+}
+
+
+def usage() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, what in VERBS.items())
+    return (
+        "usage: osprey VERB [options]\n\n"
+        "Speculative-decoding drafters: pretrained once, adapted to any target.\n\n"
+        f"{verbs}\n\n"
+        "`osprey VERB --help` lists a verb's options; `osprey generate` alone runs the demo.\n"
+        "OSPREY_DEBUG=1 shows the traceback behind an error."
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one verb and returns the exit status: 0 done, 1 the verb refused, 2 no such verb, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if argv[0] == "--version":
+        print(f"osprey {metadata.version('osprey-drafter')}")
+        return 0
+    verb, *rest = argv
+    if verb not in VERBS:
+        close = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"the verbs are {', '.join(VERBS)}."
+        print(f"osprey: there is no verb {verb!r}; {hint}", file=sys.stderr)
+        return 2
+    try:
+        return importlib.import_module(f"osprey.cli.{verb}").main(rest)
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("OSPREY_DEBUG") == "1":
+            raise
+        print(f"osprey {verb}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"osprey {verb}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
