@@ -46,7 +46,7 @@ def test_same_tokenizer_is_direct_and_the_identity():
 
 def test_each_kind_and_its_row():
     source = wordlevel(["Ġhi", "Ð¶"])
-    # ▁hi ↔ Ġhi; ж (bytes D0 B6) is one source token only after decoding; "hi" and "▁a" split; the empty string encodes to nothing.
+    # ▁hi is Ġhi; ж (bytes D0 B6) is one source token only after decoding; "hi" and "▁a" split; "" encodes to nothing.
     target = sentencepiece_style(["▁hi", "ж", "hi", "▁a", ""])
     rows = torch.randn(len(source), 4)
     vocabulary = source.get_vocab()
