@@ -1,0 +1,69 @@
+"""What every stage does with checkpoints: write them whole or not at all, and say where they come from."""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+TRAINING_FILE = "training.json"
+
+
+@contextmanager
+def atomic_folder(out: str | Path, overwrite: bool = False) -> Iterator[Path]:
+    """Yields an empty folder beside `out` that takes its name at the end, and vanishes if anything fails.
+
+    Raises:
+        FileExistsError: `out` exists and `overwrite` is false.
+    """
+    out = Path(out)
+    if out.exists() and not overwrite:
+        raise FileExistsError(f"{out} exists already: choose another --out, or give --overwrite to replace it.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    try:
+        work.chmod(0o755)  # mkdtemp's 0700 would stay with the checkpoint
+        yield work
+        if out.is_dir() and not out.is_symlink():
+            shutil.rmtree(out)
+        elif out.exists():
+            out.unlink()
+        os.replace(work, out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    work = path.with_name(f".{path.name}.tmp")
+    work.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(work, path)
+
+
+def provenance(folder: str | Path) -> list[dict[str, Any]]:
+    """The stages that a checkpoint has gone through, oldest first; none where it brings no `training.json`."""
+    path = Path(folder) / TRAINING_FILE
+    if not path.is_file():
+        return []
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["stages"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{path} is not a training record (JSON with `stages`); remove it to go on.") from error
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "datasets", "osprey-drafter"):
+        with suppress(PackageNotFoundError):  # datasets comes with the extra `train` only
+            found[package] = version(package)
+    return found
+
+
+def file_sha256(path: str | Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
