@@ -1,0 +1,47 @@
+"""Prompt files: one JSON object a line with `id`, `domain`, `language` and `turns` (the user's turns, in order)."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    domain: str
+    language: str
+    turns: tuple[str, ...]
+
+
+def load_prompts(path: str | Path) -> list[Prompt]:
+    """The prompts of a JSONL file; keys beyond the four are ignored.
+
+    Raises `OSError` where there is no such file, and `ValueError` naming the line where a row is not a prompt.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise OSError(f"there is no prompt file {path}.")
+    prompts = [
+        parse_prompt(line, f"{path}, line {number}")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts.")
+    repeated = {prompt.id for prompt in prompts if sum(other.id == prompt.id for other in prompts) > 1}
+    if repeated:
+        raise ValueError(f"{path}: the id {sorted(repeated)[0]!r} stands on several lines; ids must be unique.")
+    return prompts
+
+
+def parse_prompt(line: str, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno}).") from error
+    if not isinstance(row, dict) or any(not isinstance(row.get(key), str) for key in ("id", "domain", "language")):
+        raise ValueError(f"{where}: a prompt needs the texts 'id', 'domain' and 'language'.")
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise ValueError(f"{where}: 'turns' must be a list of one or more texts.")
+    return Prompt(row["id"], row["domain"], row["language"], tuple(turns))
