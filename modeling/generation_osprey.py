@@ -14,9 +14,15 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.candidate_generator import CandidateGenerator
-from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 DEFAULT_CONFIDENCE_THRESHOLD = 0.0
@@ -87,11 +93,15 @@ class OspreyCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList | None = None,
     ):
         check_target(drafter, target)
+        self.logits_processor = logits_processor if logits_processor is not None else LogitsProcessorList()
+        refuse_history_keepers(self.logits_processor)
         self.drafter = drafter
         self.hidden_state_ids = [i + 1 for i in drafter.config.target_layer_ids]
         # A caller who wants the hidden states gets them all; else the target keeps only those that are tapped.
         wants_all = generation_config.output_hidden_states and generation_config.return_dict_in_generate
-        self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else self.hidden_state_ids}
+        self.output_hidden_states = True if wants_all else self.hidden_state_ids
+        self.model_kwargs_overrides = {"output_hidden_states": self.output_hidden_states}
+        self.mask_length = getattr(generation_config, "_mask_length", None)  # where generate dropped an idle mask
 
         own = drafter.generation_config
         self.num_assistant_tokens = own.num_assistant_tokens or DEFAULT_NUM_ASSISTANT_TOKENS
@@ -99,7 +109,6 @@ class OspreyCandidateGenerator(CandidateGenerator):
         self.confidence_threshold = DEFAULT_CONFIDENCE_THRESHOLD if threshold is None else threshold
         self.max_length = generation_config.max_length
         self.do_sample = generation_config.do_sample
-        self.logits_processor = logits_processor if logits_processor is not None else LogitsProcessorList()
         # Scores are only read by speculative sampling, and by greedy decoding with an ensemble weight.
         self.returns_scores = self.do_sample or generation_config.assistant_ensemble_weight is not None
         eos = getattr(generation_config, "_eos_token_tensor", None)
@@ -110,7 +119,6 @@ class OspreyCandidateGenerator(CandidateGenerator):
         self.num_cached = 0  # positions whose keys and values come from true contexts
         self.is_prefill = True  # whether the target's current forward is its first, which verifies nothing
         self.num_drafted = 0  # tokens of the draft that the target is verifying
-        self.num_seen: int | None = None  # positions of the target whose tap has been read; None until the first
         calls = _recording.get()
         self.acceptance = Acceptance()
         if calls is not None:
@@ -128,7 +136,9 @@ class OspreyCandidateGenerator(CandidateGenerator):
     ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
         """`input_ids` (`[1, L]`) with a draft behind it, and the draft's processed scores (`[1, drafted, V]`)."""
         self.is_prefill = is_first_iteration
+        self.model_kwargs_overrides = {"output_hidden_states": self.output_hidden_states}
         if is_first_iteration:  # the target has not run yet, there is nothing to read
+            self.model_kwargs_overrides |= self.uncached_inputs(input_ids, model_kwargs or {})
             return input_ids, None
         budget = min(self.num_assistant_tokens, self.max_length - input_ids.shape[1] - 1)
         if budget <= 0:
@@ -140,7 +150,7 @@ class OspreyCandidateGenerator(CandidateGenerator):
 
         drafted: list[torch.Tensor] = []
         scores: list[torch.Tensor] = []
-        candidate_ids = input_ids.to(self.drafter.device)
+        candidate_ids = input_ids  # the processors' own tensors lie on its device
         confidence = 1.0
         while True:
             hidden = self.drafter.run_layers(tokens, context, position_ids=position_ids, cache=self.cache)
@@ -151,16 +161,32 @@ class OspreyCandidateGenerator(CandidateGenerator):
             drafted.append(token)
             scores.append(score)
             confidence *= probability
-            candidate_ids = torch.cat([candidate_ids, token], dim=-1)  # [1, L + drafted]
+            candidate_ids = torch.cat([candidate_ids, token.to(candidate_ids.device)], dim=-1)  # [1, L + drafted]
             if len(drafted) == budget or confidence < self.confidence_threshold:
                 break
             if self.eos_token_ids and token.item() in self.eos_token_ids:
                 break
-            tokens, position_ids = token, position_ids[:, -1:] + 1  # [1, 1]
+            tokens, position_ids = token.to(position_ids.device), position_ids[:, -1:] + 1  # [1, 1]
         self.num_drafted = len(drafted)
         if not drafted:
             return input_ids, None
-        return candidate_ids.to(input_ids.device), torch.stack(scores, dim=1) if self.returns_scores else None
+        return candidate_ids, torch.stack(scores, dim=1) if self.returns_scores else None
+
+    def uncached_inputs(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Inputs of the first forward without the positions that a cache brought by the caller holds already.
+
+        Plain decoding leaves them out in `GenerationMixin._prefill`; `_assisted_decoding` (5.24) feeds them again.
+        """
+        cache = model_kwargs.get("cache")
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+        length = input_ids.shape[1] if embeds is None else embeds.shape[1]
+        if past == 0 or (mask.shape[1] if mask is not None else self.mask_length) != length:
+            return {}  # no such cache, or the caller left them out
+        names = ("position_ids", "token_type_ids", "mm_token_type_ids")
+        inputs = {name: model_kwargs[name][..., past - length :] for name in names if name in model_kwargs}
+        inputs |= {"input_ids": input_ids[:, past:]} if embeds is None else {"inputs_embeds": embeds[:, past:]}
+        return inputs | {"attention_mask": mask}
 
     def read_target(
         self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], model_outputs: Any, n_last_matches: int
@@ -168,30 +194,24 @@ class OspreyCandidateGenerator(CandidateGenerator):
         """Tokens (`[1, T]`), contexts (`[1, T, h]`) and positions (`[1, T]`) that the last verification made known.
 
         At the prefill these are all positions that the target has just computed: the whole prompt, or what follows
-        a cache that the caller brought (earlier positions have no taps, and the drafter does without them).
-        Left padding is dropped, so that the drafter needs no mask.
+        a cache that the caller brought (earlier positions have no taps, and the drafter does without them, counting
+        its positions from there). Left padding is dropped, so that the drafter needs no mask.
         """
         states = [model_outputs.hidden_states[i] for i in self.hidden_state_ids]
-        mask = model_kwargs.get("attention_mask")
-        length = input_ids.shape[1] if mask is None else mask.shape[-1]  # more than the ids after `inputs_embeds`
-        is_first = self.num_seen is None
-        if is_first:
-            count = min(states[0].shape[1], input_ids.shape[1])
-        else:
-            count = min(n_last_matches + 1, states[0].shape[1])
-        states = [state[:, -count:] if is_first else state[:, :count] for state in states]
         device = self.drafter.device
+        if self.num_cached > 0:
+            count = n_last_matches + 1
+            states = [state[:, :count] for state in states]
+        else:  # after `inputs_embeds` only the first generated token has an id
+            count = min(states[0].shape[1], input_ids.shape[1])
+            states = [state[:, -count:] for state in states]
         tokens = input_ids[:, -count:].to(device)  # [1, T]: position t holds token t + 1
         taps = torch.cat([state.to(device) for state in states], dim=-1)  # [1, T, 3H]
-        if is_first:
-            if mask is not None and mask.dim() == 2:
-                keep = mask[0, length - 1 - count : length - 1].bool().to(device)  # [T]
-                self.num_seen = int(mask[0, : length - 1 - count].sum())
-                tokens, taps = tokens[:, keep], taps[:, keep]
-            else:
-                self.num_seen = length - 1 - count
-        position_ids = torch.arange(self.num_seen, self.num_seen + tokens.shape[1], device=device)[None]  # [1, T]
-        self.num_seen += tokens.shape[1]
+        mask = model_kwargs.get("attention_mask")
+        if self.num_cached == 0 and mask is not None:
+            keep = mask[0, -count - 1 : -1].bool().to(device)  # [T]
+            tokens, taps = tokens[:, keep], taps[:, keep]
+        position_ids = torch.arange(self.num_cached, self.num_cached + tokens.shape[1], device=device)[None]  # [1, T]
         return tokens, self.drafter.project_taps(taps.to(self.drafter.dtype)), position_ids
 
     def choose(
@@ -208,7 +228,7 @@ class OspreyCandidateGenerator(CandidateGenerator):
             if self.confidence_threshold > 0:
                 probability = draft_logits.float().softmax(dim=-1)[0, best[0]].item()
             return self.draft_ids[best][None], None, probability
-        scores = self.drafter.widen_logits(draft_logits.float())  # [1, V]
+        scores = self.drafter.widen_logits(draft_logits.float()).to(candidate_ids.device)  # [1, V]
         scores = self.logits_processor(candidate_ids, scores)
         if not torch.isfinite(scores).any():
             return None, None, 0.0
@@ -224,6 +244,66 @@ class OspreyCandidateGenerator(CandidateGenerator):
             self.acceptance.rounds.append((self.num_drafted, int(num_matches)))
 
 
+def refuse_history_keepers(logits_processor: LogitsProcessorList) -> None:
+    """Raise `ValueError` for a processor that remembers what it was called with: a rejected draft would stay in it."""
+    for kind, option in (
+        (UnbatchedClassifierFreeGuidanceLogitsProcessor, "guidance_scale"),
+        (SynthIDTextWatermarkLogitsProcessor, "watermarking_config with SynthID"),
+    ):
+        if any(isinstance(processor, kind) for processor in logits_processor):
+            raise ValueError(
+                f"{option} keeps a history that cannot be rolled back when a draft is rejected: generate without "
+                "assistant_model, or without it."
+            )
+
+
+class StopAtFirst(BaseStreamer):
+    """Asks the stopping criteria about each accepted token in turn, as plain decoding does.
+
+    `_assisted_decoding` adds a whole accepted draft before it asks them once, and would miss a stop inside it. Stands
+    in for the criteria and for the streamer, which must not see what follows the stop.
+
+    Attributes:
+        length: tokens that have been asked about and kept, the prompt's included.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, streamer: BaseStreamer | None, prompt_length: int):
+        self.criteria, self.streamer = criteria, streamer
+        self.prompt_length = self.length = prompt_length
+
+    def put(self, value: torch.LongTensor) -> None:
+        self.waiting = value  # [1, accepted + 1]
+
+    def end(self) -> None:
+        self.streamer.end()
+
+    def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor, ...] | None, **kwargs):
+        start = self.length
+        for self.length in range(start + 1, input_ids.shape[1] + 1):
+            so_far = None if scores is None else scores[: self.length - self.prompt_length]
+            stop = self.criteria(input_ids[:, : self.length], so_far, **kwargs)  # [1]
+            if stop.all():
+                break
+        if self.streamer is not None:
+            self.streamer.put(self.waiting[:, : self.length - start])
+        return stop
+
+    def crop(self, output: Any, cache: Cache) -> Any:
+        """What `_assisted_decoding` returned, without what follows the stop."""
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        excess = sequences.shape[1] - self.length
+        if excess == 0:
+            return output
+        cache.crop(-excess)
+        if isinstance(output, torch.Tensor):
+            return output[:, :-excess]
+        output.sequences = sequences[:, :-excess]
+        for name in ("scores", "logits", "attentions", "hidden_states"):
+            if output.get(name) is not None:
+                output[name] = output[name][:-excess]
+        return output
+
+
 def install() -> None:
     """Teach assisted generation to ask an Osprey drafter for its candidate generator; a second call does nothing.
 
@@ -234,6 +314,7 @@ def install() -> None:
         return
     get_candidate_generator = GenerationMixin._get_candidate_generator
     validate_generation_mode = GenerationMixin._validate_generation_mode
+    assisted_decoding = GenerationMixin._assisted_decoding
 
     @wraps(get_candidate_generator)
     def get_candidate_generator_or_osprey(self, generation_config, *args, assistant_model=None, **kwargs):
@@ -250,6 +331,31 @@ def install() -> None:
             check_target(assistant, self)
         return validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs)
 
+    @wraps(assisted_decoding)
+    def assisted_decoding_or_osprey(
+        self, input_ids, stopping_criteria, *, streamer=None, assistant_model=None, **kwargs
+    ):
+        if not hasattr(assistant_model, "osprey_candidate_generator"):
+            return assisted_decoding(
+                self,
+                input_ids,
+                stopping_criteria=stopping_criteria,
+                streamer=streamer,
+                assistant_model=assistant_model,
+                **kwargs,
+            )
+        stop = StopAtFirst(stopping_criteria, streamer, input_ids.shape[1])
+        output = assisted_decoding(
+            self,
+            input_ids,
+            stopping_criteria=stop,
+            streamer=stop if streamer is not None else None,
+            assistant_model=assistant_model,
+            **kwargs,
+        )
+        return stop.crop(output, kwargs["cache"])
+
     GenerationMixin._get_candidate_generator = get_candidate_generator_or_osprey
     GenerationMixin._validate_generation_mode = validate_generation_mode_or_osprey
+    GenerationMixin._assisted_decoding = assisted_decoding_or_osprey
     GenerationMixin._osprey_installed = True

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
@@ -90,7 +89,7 @@ class OspreyAttention(nn.Module):
         return self.o_proj(output.reshape(batch, length, -1))  # [B, T, h]
 
 
-class OspreyDecoderLayer(GradientCheckpointingLayer):
+class OspreyDecoderLayer(nn.Module):
     """A backbone block with `Q, K, V = W · [ctx_norm(context) | input_layernorm(x)]`, W's left half zero at first."""
 
     def __init__(self, config: OspreyConfig, layer_idx: int):
@@ -117,7 +116,7 @@ class OspreyDecoderLayer(GradientCheckpointingLayer):
 class OspreyPreTrainedModel(PreTrainedModel):
     config_class = OspreyConfig
     base_model_prefix = ""
-    supports_gradient_checkpointing = True
+    supports_gradient_checkpointing = False  # recomputing a block would extend the cache of a training unroll twice
     _no_split_modules = ["OspreyDecoderLayer"]
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -238,6 +237,15 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
                 attention_mask=attention_mask,
                 cache=cache,
                 position_ids=position_ids,
+            )
+        if (
+            attention_mask is not None
+            and attention_mask.dtype == torch.bool
+            and self.config._attn_implementation == "eager"
+        ):
+            blocked = torch.finfo(hidden_states.dtype).min
+            attention_mask = torch.zeros_like(attention_mask, dtype=hidden_states.dtype).masked_fill(
+                ~attention_mask, blocked
             )
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer in self.layers:
