@@ -1,0 +1,288 @@
+"""Stage 3: turn a backbone into an untrained drafter for one target.
+
+Needs the target's config and tokenizer, not its weights. The drafter computes exactly what the backbone computes,
+whatever context it is given, because the context half of every widened projection starts at zero.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from osprey.modeling.configuration_osprey import OspreyConfig, default_target_layer_ids
+from osprey.modeling.modeling_osprey import OspreyDrafterForCausalLM
+from osprey.train.align import align_vocabularies, load_tokenizer
+from osprey.train.features import file_sha256, read_rows
+
+SUPPORTED_BACKBONES = ("llama", "qwen2", "qwen3")
+TRAINING_FILE = "training.json"
+
+
+@dataclass
+class ConvertArguments:
+    """Arguments of `convert`."""
+
+    backbone: str = field(metadata={"help": "backbone: Hub id or folder of a llama, qwen2 or qwen3 model"})
+    target: str = field(metadata={"help": "target model: Hub id or folder; only its config and tokenizer are read"})
+    out: str = field(metadata={"help": "drafter folder to write"})
+    target_name: str | None = field(default=None, metadata={"help": "name of the target in the drafter's config"})
+    target_revision: str | None = field(default=None, metadata={"help": "revision of the target on the Hub"})
+    target_layer_ids: list[int] | None = field(default=None, metadata={"help": "three tapped layers, from 0"})
+    draft_vocab_size: int | None = field(default=None, metadata={"help": "size of the shortlist (default: all)"})
+    frequencies: list[str] = field(
+        default_factory=list,
+        metadata={"help": ".jsonl or .jsonl.gz files whose `response` (else `text`) tokens choose the shortlist"},
+    )
+    response_weight: float = field(default=10.0, metadata={"help": "a response token counts this many text tokens"})
+    untie: bool = field(default=False, metadata={"help": "give the drafter its own head instead of a tied one"})
+    overwrite: bool = field(default=False, metadata={"help": "replace the folder if it exists"})
+
+
+def convert(arguments: ConvertArguments) -> dict[str, Any]:
+    """Writes the drafter folder and returns what `training.json` says about this stage.
+
+    Raises:
+        ValueError: the family is unknown, the taps are out of range, or the files do not fit together.
+        OSError: the folder exists.
+    """
+    out = Path(arguments.out)
+    if out.exists() and not arguments.overwrite:
+        raise FileExistsError(f"{out} exists already: choose another --out, or give --overwrite to replace it.")
+    target_config = AutoConfig.from_pretrained(arguments.target).get_text_config()
+    backbone_config = AutoConfig.from_pretrained(arguments.backbone)
+    if backbone_config.model_type not in SUPPORTED_BACKBONES:
+        raise ValueError(
+            f"The backbone {arguments.backbone} is of family {backbone_config.model_type!r}, but only "
+            f"{', '.join(SUPPORTED_BACKBONES)} blocks can be widened: choose a backbone of one of these."
+        )
+    target_tokenizer = load_tokenizer(arguments.target)
+    config = drafter_config(backbone_config, target_config, target_tokenizer, arguments)
+
+    shortlist, shortlist_record = None, None
+    if arguments.draft_vocab_size is not None:
+        counts = count_tokens(target_tokenizer, arguments.frequencies, arguments.response_weight)
+        shortlist = choose_shortlist(counts, arguments.draft_vocab_size, target_config.vocab_size, target_tokenizer)
+        shortlist_record = {
+            "size": len(shortlist),
+            "files": [{"file": Path(path).name, "sha256": file_sha256(path)} for path in arguments.frequencies],
+            "response_weight": arguments.response_weight,
+            "response_coverage": coverage(counts.responses, shortlist),
+        }
+
+    backbone = AutoModelForCausalLM.from_pretrained(arguments.backbone, dtype=torch.float32)
+    alignment = align_vocabularies(load_tokenizer(arguments.backbone), target_tokenizer)
+    drafter = OspreyDrafterForCausalLM(config)
+    state = convert_state_dict(backbone, drafter, alignment, shortlist)
+    drafter.load_state_dict(state)
+    if shortlist is not None:
+        drafter.set_draft_ids(shortlist)
+    drafter.generation_config.update(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id)
+
+    record = {
+        "stage": "convert",
+        "backbone": config.backbone,
+        "backbone_training": read_training_record(arguments.backbone),
+        "target": config.target,
+        "target_layer_ids": config.target_layer_ids,
+        "alignment": alignment.counts(),
+        "shortlist": shortlist_record,
+        "versions": versions(),
+    }
+    save_drafter(drafter, target_tokenizer, record, out)
+    return record
+
+
+def drafter_config(
+    backbone: PreTrainedConfig,
+    target: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: ConvertArguments,
+) -> OspreyConfig:
+    """The drafter's config: the backbone's blocks in the target's vocabulary."""
+    layer_ids = arguments.target_layer_ids or default_target_layer_ids(target.num_hidden_layers)
+    last = target.num_hidden_layers - 2  # the last layer's output is only seen behind the final norm
+    if len(set(layer_ids)) != 3 or min(layer_ids) < 0 or max(layer_ids) > last:
+        raise ValueError(
+            f"The taps {layer_ids} do not fit {arguments.target}: three different layers between 0 and {last} are "
+            f"needed (it has {target.num_hidden_layers} layers)."
+        )
+    bias = bool(getattr(backbone, "attention_bias", False)) or backbone.model_type == "qwen2"
+    return OspreyConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=backbone.hidden_size,
+        intermediate_size=backbone.intermediate_size,
+        num_hidden_layers=backbone.num_hidden_layers,
+        num_attention_heads=backbone.num_attention_heads,
+        num_key_value_heads=backbone.num_key_value_heads,
+        head_dim=getattr(backbone, "head_dim", None),
+        hidden_act=backbone.hidden_act,
+        max_position_embeddings=backbone.max_position_embeddings,
+        initializer_range=backbone.initializer_range,
+        rms_norm_eps=backbone.rms_norm_eps,
+        rope_parameters=backbone.rope_parameters,
+        attention_bias=bias,
+        attention_output_bias=bias and backbone.model_type != "qwen2",
+        mlp_bias=bool(getattr(backbone, "mlp_bias", False)),
+        qk_norm=backbone.model_type == "qwen3",
+        tie_word_embeddings=bool(backbone.tie_word_embeddings) and not arguments.untie,
+        draft_vocab_size=arguments.draft_vocab_size,
+        target=arguments.target_name or public_name(arguments.target),
+        target_revision=arguments.target_revision,
+        target_hidden_size=target.hidden_size,
+        target_num_hidden_layers=target.num_hidden_layers,
+        target_layer_ids=sorted(layer_ids),
+        backbone=public_name(arguments.backbone),
+        backbone_model_type=backbone.model_type,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=target.eos_token_id if target.eos_token_id is not None else tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def convert_state_dict(
+    backbone: PreTrainedModel, drafter: OspreyDrafterForCausalLM, alignment, shortlist: Tensor | None
+) -> dict[str, Tensor]:
+    """The drafter's weights: the backbone's, with aligned tables and projections widened to `[0 | W]`."""
+    source = backbone.state_dict()
+    vocab_size = drafter.config.vocab_size
+    state = {
+        name: tensor for name, tensor in drafter.state_dict().items() if name in ("d2t", "t2d")
+    }  # set with the shortlist
+    state["embed_tokens.weight"] = alignment.apply(source["model.embed_tokens.weight"], vocab_size)
+    state["norm.weight"] = source["model.norm.weight"]
+    head = state["embed_tokens.weight"]
+    if not backbone.config.tie_word_embeddings:
+        head = alignment.apply(source["lm_head.weight"], vocab_size)
+    state["lm_head.weight"] = head if shortlist is None else head[shortlist]
+    for name, tensor in source.items():
+        if not name.startswith("model.layers."):
+            continue
+        name = name.removeprefix("model.")
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            tensor = torch.cat([torch.zeros_like(tensor), tensor], dim=1)  # [out, 2h]: [context | x]
+        state[name] = tensor
+        if name.endswith(".input_layernorm.weight"):
+            state[name.replace("input_layernorm", "ctx_norm")] = tensor.clone()
+
+    # The deepest tap's block is copied as it is, so that the context starts as that layer's output.
+    hidden_size, target_hidden_size = drafter.config.hidden_size, drafter.config.target_hidden_size
+    fc = torch.zeros(hidden_size, 3 * target_hidden_size)  # [h, 3H]
+    fc[:, 2 * target_hidden_size :] = torch.eye(hidden_size, target_hidden_size)
+    state["fc.weight"] = fc
+    return state
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Weighted counts of target tokens, and the counts in responses by language."""
+
+    total: Counter[int]
+    responses: dict[str, Counter[int]]
+
+
+def count_tokens(tokenizer: PreTrainedTokenizerBase, files: list[str], response_weight: float) -> TokenCounts:
+    """Counts target tokens of `response` fields (weighted) and, in rows without one, `text` fields."""
+    if not files:
+        raise ValueError(
+            "A draft vocabulary is chosen by token frequency: give response or text files (--frequencies)."
+        )
+    total: Counter[int] = Counter()
+    responses: dict[str, Counter[int]] = {}
+    for path in files:
+        rows = list(read_rows(path))
+        texts = [row.get("response", row.get("text")) for row in rows]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{path} has a row with neither a text `response` nor a `text`.")
+        encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+        for row, encoding in zip(rows, encodings, strict=True):
+            ids = list(encoding.ids)
+            is_response = "response" in row
+            if row.get("finish") == "stop" and tokenizer.eos_token_id is not None:
+                ids.append(tokenizer.eos_token_id)
+            counts = Counter(ids)
+            for token_id, count in counts.items():
+                total[token_id] += count * (response_weight if is_response else 1.0)
+            if is_response:
+                responses.setdefault(row.get("language", "?"), Counter()).update(counts)
+    return TokenCounts(total, responses)
+
+
+def choose_shortlist(counts: TokenCounts, size: int, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """The `size` most frequent target ids, always with the end-of-sequence id and the special ids that occur.
+
+    Ids of equal count are taken from the lowest on, so that byte-pair merges learnt early, which are the more common
+    ones, fill what the files leave open. Returns `[size]` rising ids.
+    """
+    if not 0 < size <= vocab_size:
+        raise ValueError(f"A draft vocabulary of {size} is impossible: the target's vocabulary has {vocab_size} ids.")
+    special = {token_id for token_id in tokenizer.all_special_ids if counts.total[token_id] > 0}
+    if tokenizer.eos_token_id is not None:
+        special.add(tokenizer.eos_token_id)
+    order = sorted(
+        range(min(vocab_size, len(tokenizer))), key=lambda token_id: (token_id not in special, -counts.total[token_id])
+    )
+    if len(order) < size:
+        raise ValueError(
+            f"A draft vocabulary of {size} is impossible: the target's tokenizer has {len(order)} tokens."
+        )
+    return torch.tensor(sorted(order[:size]))
+
+
+def coverage(responses: dict[str, Counter[int]], shortlist: Tensor) -> dict[str, float]:
+    """Share of the response tokens that can be drafted, by language and in all (key `all`)."""
+    kept = set(shortlist.tolist())
+    everything: Counter[int] = Counter()
+    for counts in responses.values():
+        everything.update(counts)
+    return {
+        language: round(sum(n for token_id, n in counts.items() if token_id in kept) / counts.total(), 4)
+        for language, counts in sorted(responses.items(), key=lambda item: -item[1].total()) + [("all", everything)]
+        if counts
+    }
+
+
+def save_drafter(
+    drafter: OspreyDrafterForCausalLM, tokenizer: PreTrainedTokenizerBase, record: dict[str, Any], out: Path
+) -> None:
+    """Writes a drafter folder with the target's tokenizer and `training.json`; whole, or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        drafter.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        (temporary / TRAINING_FILE).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        os.chmod(temporary, 0o755)
+        if out.exists():
+            previous = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
+            os.replace(out, previous / out.name)
+            os.replace(temporary, out)
+            shutil.rmtree(previous)
+        else:
+            os.replace(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def public_name(name_or_path: str) -> str:
+    """A Hub id as it is; of a local folder only the last part, since paths of one machine mean nothing elsewhere."""
+    return Path(name_or_path).resolve().name if Path(name_or_path).exists() else name_or_path
+
+
+def read_training_record(folder: str) -> dict[str, Any] | None:
+    """The `training.json` of a local folder, if it has one."""
+    path = Path(folder) / TRAINING_FILE
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide what is computed."""
+    return {name: version(name) for name in ("osprey-drafter", "torch", "transformers", "tokenizers")}

@@ -1,0 +1,27 @@
+"""When to compute in bf16: one setting for every stage."""
+
+from contextlib import AbstractContextManager
+
+import torch
+
+PRECISIONS = ("auto", "bf16", "fp32")
+
+
+def use_bf16(precision: str, device_type: str) -> bool:
+    """Whether `auto`, `bf16` or `fp32` means bf16 here.
+
+    `auto` takes bf16 where it is faster than fp32: on a CUDA card that has it, and on a CPU with AMX tiles (without
+    them bf16 matrix products are emulated and much slower).
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"The precision {precision!r} is unknown: choose one of {', '.join(PRECISIONS)}.")
+    if precision != "auto":
+        return precision == "bf16"
+    if device_type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return device_type == "cpu" and torch.cpu._is_amx_tile_supported()
+
+
+def autocast(precision: str, device_type: str) -> AbstractContextManager:
+    """A bf16 autocast context where `use_bf16` says so, one that does nothing elsewhere."""
+    return torch.autocast(device_type, dtype=torch.bfloat16, enabled=use_bf16(precision, device_type))
