@@ -1,0 +1,86 @@
+"""The command itself: help, verbs, and one line for every refusal."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from osprey.cli import main as command
+
+
+@pytest.fixture
+def verb(monkeypatch):
+    """Puts a fake `osprey prune` in place."""
+
+    def put(function):
+        module = types.ModuleType("osprey.cli.prune")
+        module.main = function
+        monkeypatch.setitem(sys.modules, "osprey.cli.prune", module)
+
+    return put
+
+
+def test_help_names_every_verb(capsys):
+    assert command.main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(verb in shown for verb in command.VERBS)
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from osprey.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_version(capsys):
+    assert command.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("osprey ")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"), [("prine", "did you mean 'prune'?"), ("xyzzy", "the verbs are prune, pretrain")]
+)
+def test_unknown_verb_is_one_sentence(capsys, wrong, hint):
+    assert command.main([wrong]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"osprey: there is no verb {wrong!r}; {hint}")
+    assert error.count("\n") == 1
+
+
+def test_arguments_and_status_pass_through(verb):
+    seen = []
+    verb(lambda argv: seen.append(argv) or 7)
+    assert command.main(["prune", "a", "--b"]) == 7
+    assert seen == [["a", "--b"]]
+
+
+@pytest.mark.parametrize("error", [ValueError, OSError, ImportError])
+def test_errors_become_one_line(verb, capsys, monkeypatch, error):
+    monkeypatch.delenv("OSPREY_DEBUG", raising=False)
+
+    def fail(argv):
+        raise error("first line\n  second line")
+
+    verb(fail)
+    assert command.main(["prune"]) == 1
+    assert capsys.readouterr().err == "osprey prune: first line second line\n"
+
+
+def test_debug_shows_the_traceback(verb, monkeypatch):
+    monkeypatch.setenv("OSPREY_DEBUG", "1")
+
+    def fail(argv):
+        raise ValueError("why")
+
+    verb(fail)
+    with pytest.raises(ValueError, match="why"):
+        command.main(["prune"])
+
+
+def test_interrupt(verb, capsys):
+    def interrupt(argv):
+        raise KeyboardInterrupt
+
+    verb(interrupt)
+    assert command.main(["prune"]) == 130
+    assert capsys.readouterr().err == "osprey prune: interrupted\n"
