@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
-from osprey.train.linear_loss import IGNORE
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-SNAPSHOTS = 4096  # positions that can be saved: more than the rows a data loader fetches ahead
+from osprey.train.linear_loss import IGNORE
+
+SNAPSHOTS = 1024  # positions that can be saved: more than the rows a data loader fetches ahead
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,9 @@ class _Cursor:
 class PackedRows(IterableDataset):
     """Endless rows of `length` tokens: `input_ids`, `position_ids` and `labels`, each `[length]`.
 
-    The next document always comes from the source that is furthest behind its share of the tokens: the mixture is kept
-    exactly, and without a random state. A file is read in its own order, and again from its start when it ends; shuffle
-    it beforehand if its order means something.
+    The next document always comes from the source that is furthest behind its share of the tokens: the mixture is
+    kept exactly, and without a random state. A file is read in its own order, and again from its start when it ends;
+    shuffle it beforehand if its order means something.
     """
 
     def __init__(self, sources: list[Source], tokenizer: PreTrainedTokenizerBase, length: int):
@@ -163,7 +164,7 @@ class PackedRows(IterableDataset):
             }
             for cursor in self.cursors
         ]
-        return {"row": self.row, "buffer": self.buffer, "sources": sources}
+        return {"row": self.row, "buffer": list(self.buffer), "sources": sources}
 
     def state_dict(self, row: int) -> dict[str, Any]:
         """The state after the first `row` rows: a data loader may have fetched more of them than were trained on."""

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from osprey.train.data import documents, encode, pack
 from osprey.train.linear_loss import IGNORE, linear_cross_entropy
 from osprey.train.precision import autocast
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @torch.no_grad()
@@ -69,5 +70,5 @@ def held_out_name(path: Path) -> str:
 
 def perplexities(losses: dict[str, float]) -> dict[str, float]:
     """exp of the mean loss of each file, and `mean`: exp of the mean over files (their geometric mean)."""
-    result = {name: round(math.exp(loss), 3) for name, loss in losses.items()}
-    return {**result, "mean": round(math.exp(sum(losses.values()) / len(losses)), 3)}
+    losses = {**losses, "mean": sum(losses.values()) / len(losses)}
+    return {name: float(f"{math.exp(loss):.5g}") for name, loss in losses.items()}

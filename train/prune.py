@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from osprey.train.checkpoints import TRAINING_FILE, atomic_folder, provenance, versions, write_json
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,6 +17,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+
+from osprey.train.checkpoints import TRAINING_FILE, atomic_folder, provenance, versions, write_json
 
 SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3")
 STRATEGIES = ("first",)
