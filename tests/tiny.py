@@ -121,3 +121,40 @@ def assert_same_text(
         logits = process(plain[:, :first], logits)
     gap = (logits.max() - logits[0, [plain[0, first], assisted[0, first]]].min()).item()
     assert gap < tolerance, f"texts differ at position {first}, {gap:.3g} from a tie"
+
+
+class DraftLog:
+    """Every draft step of the `generate` calls that follow: the ids it saw and the draft logits it computed."""
+
+    def __init__(self, monkeypatch):
+        self.steps: list[tuple[int, torch.LongTensor, torch.Tensor]] = []  # (verified, ids [1, L + k], logits [1, D])
+        get_candidates, choose = OspreyCandidateGenerator.get_candidates, OspreyCandidateGenerator.choose
+
+        def noting_length(generator, input_ids, *args, **kwargs):
+            generator.verified = input_ids.shape[1]
+            return get_candidates(generator, input_ids, *args, **kwargs)
+
+        def noting_logits(generator, candidate_ids, draft_logits):
+            self.steps.append((generator.verified, candidate_ids.clone(), draft_logits.clone()))
+            return choose(generator, candidate_ids, draft_logits)
+
+        monkeypatch.setattr(OspreyCandidateGenerator, "get_candidates", noting_length)
+        monkeypatch.setattr(OspreyCandidateGenerator, "choose", noting_logits)
+
+    @torch.no_grad()
+    def assert_follows_definition(self, target, drafter, start: int = 0, tolerance: float = 2e-4, **inputs) -> None:
+        """Compare with drafting by the definition: no caches, true contexts wherever the target has verified.
+
+        `start`: first position whose tap the drafter can have seen (left padding, a cache brought along).
+        """
+        assert self.steps
+        for verified, ids, found in self.steps:
+            known = verified - 1  # the target has not seen its newest token yet
+            states = target(ids[:, :known], output_hidden_states=True, **inputs).hidden_states
+            taps = torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
+            context = drafter.project_taps(taps[:, start:].to(drafter.dtype))
+            for length in range(verified, ids.shape[1] + 1):
+                last = drafter.run_layers(ids[:, start + 1 : length], context)[:, -1:]
+                context = torch.cat([context, last], dim=1)
+            expected = drafter.draft_logits(last)[:, -1]
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import os
 import subprocess
 import zipfile
 from pathlib import Path
@@ -163,8 +164,6 @@ def test_damaged_cache(pip, damage, message):
 
 
 def test_leftovers_of_a_killed_run_are_removed(pip):
-    import os
-
     leftover = pip.root / "targets" / f".{targets.DEFAULT_TARGET}-killed"
     recent = pip.root / "targets" / f".{targets.DEFAULT_TARGET}-running"
     for folder in (leftover, recent):
