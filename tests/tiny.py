@@ -124,10 +124,13 @@ def assert_same_text(
 
 
 class DraftLog:
-    """Every draft step of the `generate` calls that follow: the ids it saw and the draft logits it computed."""
+    """Every draft step of the `generate` calls after `start`: the ids it saw and the draft logits it computed."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
         self.steps: list[tuple[int, torch.LongTensor, torch.Tensor]] = []  # (verified, ids [1, L + k], logits [1, D])
+
+    def start(self, monkeypatch) -> "DraftLog":
+        """To be called after `oracle`, whose tilt would else be logged as the drafter's."""
         get_candidates, choose = OspreyCandidateGenerator.get_candidates, OspreyCandidateGenerator.choose
 
         def noting_length(generator, input_ids, *args, **kwargs):
@@ -140,12 +143,14 @@ class DraftLog:
 
         monkeypatch.setattr(OspreyCandidateGenerator, "get_candidates", noting_length)
         monkeypatch.setattr(OspreyCandidateGenerator, "choose", noting_logits)
+        return self
 
     @torch.no_grad()
-    def assert_follows_definition(self, target, drafter, start: int = 0, tolerance: float = 2e-4, **inputs) -> None:
+    def assert_follows_definition(self, target, drafter, start: int = 0, tolerance: float = 5e-3, **inputs) -> None:
         """Compare with drafting by the definition: no caches, true contexts wherever the target has verified.
 
-        `start`: first position whose tap the drafter can have seen (left padding, a cache brought along).
+        `start`: first position whose tap the drafter can have seen (left padding, a cache brought along). A wrong
+        context or position changes these logits by about 1; float noise grows to 1e-3 in random weights.
         """
         assert self.steps
         for verified, ids, found in self.steps:

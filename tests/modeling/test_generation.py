@@ -22,12 +22,14 @@ from osprey.modeling.generation_osprey import install
 SHORTLIST = list(range(1, VOCABULARY, 2))
 
 
-def both(target, drafter, prompt, monkeypatch=None, rate=0.8, seed=0, **kwargs):
+def both(target, drafter, prompt, monkeypatch=None, rate=0.8, seed=0, log=None, **kwargs):
     """Greedy ids of plain and of assisted generation; with `monkeypatch` the drafter is right at `rate`."""
     kwargs = {"max_new_tokens": 24, "do_sample": False} | kwargs
     plain = target.generate(prompt, **kwargs)
     if monkeypatch is not None:
         oracle(monkeypatch, plain if isinstance(plain, torch.Tensor) else plain.sequences, rate, seed)
+    if log is not None:
+        log.start(monkeypatch)
     with record_acceptance() as calls:
         assisted = target.generate(prompt, assistant_model=drafter, **kwargs)
     return plain, assisted, calls[0].rounds
@@ -59,8 +61,8 @@ def test_drafts_follow_the_definition(family, rate, shortlist, monkeypatch):
     """Contexts, positions, keys and values after every mix of accepted and rejected drafts."""
     target = tiny_target(family)
     drafter = tiny_drafter(target, shortlist=shortlist)
-    log = DraftLog(monkeypatch)
-    plain, assisted, _ = both(target, drafter, tiny_prompt(), monkeypatch, rate)
+    log = DraftLog()
+    plain, assisted, _ = both(target, drafter, tiny_prompt(), monkeypatch, rate, log=log)
     assert_same_text(target, plain, assisted)
     log.assert_follows_definition(target, drafter)
 
@@ -110,12 +112,12 @@ def test_confidence_threshold_ends_a_draft(threshold, monkeypatch):
     target = tiny_target()
     drafter = tiny_drafter(target)
     drafter.generation_config.assistant_confidence_threshold = threshold
-    log = DraftLog(monkeypatch)
-    plain, assisted, rounds = both(target, drafter, tiny_prompt())
+    log = DraftLog()
+    plain, assisted, rounds = both(target, drafter, tiny_prompt(), monkeypatch, 0.0, log=log)
     assert_same_text(target, plain, assisted)
     # The drafter's own probability of a draft, by hand from the logged logits: a draft ends once it is below.
     expected, room, at = [], 23, 0
-    for drafted, right in rounds:
+    for _, right in rounds:
         length, confidence = 0, 1.0
         while length < min(5, room - 1):
             confidence *= log.steps[at][2].softmax(-1).max().item()
@@ -165,8 +167,8 @@ def test_eos_inside_a_draft(place, monkeypatch):
 def test_short_prompts(length, monkeypatch):
     target = tiny_target()
     drafter = tiny_drafter(target)
-    log = DraftLog(monkeypatch)
-    plain, assisted, _ = both(target, drafter, tiny_prompt(length), monkeypatch)
+    log = DraftLog()
+    plain, assisted, _ = both(target, drafter, tiny_prompt(length), monkeypatch, log=log)
     assert_same_text(target, plain, assisted)
     log.assert_follows_definition(target, drafter)
 
@@ -177,8 +179,8 @@ def test_left_padded_prompt(family, monkeypatch):
     drafter = tiny_drafter(target)
     prompt = F.pad(tiny_prompt(), (4, 0))
     mask = (torch.arange(15) >= 4).long()[None]
-    log = DraftLog(monkeypatch)
-    plain, assisted, _ = both(target, drafter, prompt, monkeypatch, attention_mask=mask)
+    log = DraftLog()
+    plain, assisted, _ = both(target, drafter, prompt, monkeypatch, attention_mask=mask, log=log)
     assert torch.equal(plain, assisted)
     log.steps = [(verified - 4, ids[:, 4:], logits) for verified, ids, logits in log.steps]
     log.assert_follows_definition(target, drafter)
@@ -191,17 +193,17 @@ def test_inputs_embeds(monkeypatch):
     kwargs = {"max_new_tokens": 20, "do_sample": False, "inputs_embeds": embeds}
     plain = target.generate(**kwargs)
     whole = torch.cat([tiny_prompt(), plain], dim=1)
-    log = DraftLog(monkeypatch)
     oracle(monkeypatch, plain, 0.8)
+    log = DraftLog().start(monkeypatch)
     assert torch.equal(plain, target.generate(assistant_model=drafter, **kwargs))
     # Of the prompt only the last position has a successor whose id is known.
     log.steps = [(n + 11, torch.cat([whole[:, :11], ids], dim=1), logits) for n, ids, logits in log.steps]
     log.assert_follows_definition(target, drafter, start=10)
     # With the ids beside them the drafter reads the whole prompt.
-    with monkeypatch.context() as patch:
-        log = DraftLog(patch)
-        both_given = target.generate(tiny_prompt(), assistant_model=drafter, **kwargs)
-    assert torch.equal(both_given, whole)
+    monkeypatch.undo()
+    log = DraftLog().start(monkeypatch)
+    assert torch.equal(whole, target.generate(tiny_prompt(), assistant_model=drafter, **kwargs))
+    log.assert_follows_definition(target, drafter)
 
 
 @pytest.mark.parametrize("only_new", [False, True])
@@ -242,7 +244,7 @@ def test_prompt_continued_from_a_cache(family, only_new, monkeypatch):
     assert_same_text(target, target.generate(second, max_new_tokens=16, do_sample=False), plain)
     assert cache.get_seq_length() == plain_cache.get_seq_length()
     monkeypatch.undo()
-    log = DraftLog(monkeypatch)
+    log = DraftLog().start(monkeypatch)
     second, past, assisted, _ = two_turns(drafter)
     log.steps = [step for step in log.steps if step[0] > (0 if only_new else second.shape[1])][-40:]
     if not only_new:
@@ -260,8 +262,8 @@ def test_static_cache(family, monkeypatch):
         kwargs["max_new_tokens"], prompt = 3, tiny_prompt(4)  # unless nothing leaves it
     else:
         prompt = tiny_prompt()
-    log = DraftLog(monkeypatch)
-    plain, assisted, _ = both(target, drafter, prompt, monkeypatch, **kwargs)
+    log = DraftLog()
+    plain, assisted, _ = both(target, drafter, prompt, monkeypatch, **kwargs, log=log)
     assert_same_text(target, plain, assisted)
     log.assert_follows_definition(target, drafter)
 
@@ -295,8 +297,8 @@ def test_text_model_inside_a_multimodal_target(monkeypatch):
     assert drafter.config.vocab_size == VOCABULARY and drafter.config.target_num_hidden_layers == 5
     prompt = torch.cat([tiny_prompt(3), torch.full((1, 4), VOCABULARY - 1), tiny_prompt(4, seed=5)], dim=1)
     pixels = torch.randn(1, 3, 8, 8)
-    log = DraftLog(monkeypatch)
-    plain, assisted, _ = both(target, drafter, prompt, monkeypatch, pixel_values=pixels, bad_words_ids=[[47]])
+    log = DraftLog()
+    plain, assisted, _ = both(target, drafter, prompt, monkeypatch, pixel_values=pixels, bad_words_ids=[[47]], log=log)
     assert torch.equal(plain, assisted)
     log.assert_follows_definition(target, drafter, pixel_values=pixels)
 
@@ -316,8 +318,8 @@ def test_attention_implementations(implementation, monkeypatch):
     target = tiny_target()
     drafter = tiny_drafter(target)
     drafter.set_attn_implementation(implementation)
-    log = DraftLog(monkeypatch)
-    plain, assisted, _ = both(target, drafter, tiny_prompt(), monkeypatch)
+    log = DraftLog()
+    plain, assisted, _ = both(target, drafter, tiny_prompt(), monkeypatch, log=log)
     assert_same_text(target, plain, assisted)
     log.assert_follows_definition(target, drafter)
 
