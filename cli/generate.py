@@ -12,7 +12,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from osprey.cli.targets import DEFAULT_TARGET, resolve_target
+from osprey.cli.targets import DEFAULT_TARGET, find_model, resolve_target
 from osprey.eval.prompts import Prompt, load_prompts
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def find_prompts(arguments: argparse.Namespace) -> list[Prompt]:
 
 
 def find_drafter(name: str | None) -> str:
-    """A folder with a drafter, or what may be a Hub id."""
+    """The folder or Hub id of the drafter; the default lies in a clone of the repository."""
     if name is None:
         folder = Path(__file__).resolve().parent.parent / "hub_cards" / DEFAULT_DRAFTER
         if not folder.is_dir():
@@ -100,9 +100,7 @@ def find_drafter(name: str | None) -> str:
                 "`osprey distill`."
             )
         return str(folder)
-    if not Path(name).expanduser().is_dir() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
-        raise OSError(f"unknown drafter {name!r}: there is no such folder.")
-    return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    return find_model("drafter", name)
 
 
 @dataclass
@@ -117,13 +115,12 @@ class Pair:
     probe: dict[str, float] | None = None  # plain tokens/s with fp32 and with fp16 weights
 
 
-def load_pair(arguments: argparse.Namespace, prompts: list[Prompt]) -> Pair:
+def load_pair(arguments: argparse.Namespace, drafter_path: str, prompts: list[Prompt]) -> Pair:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from osprey.modeling import OspreyDrafter, check_target, fp16_linears
 
-    drafter_path = find_drafter(arguments.drafter)
     target_path = resolve_target(arguments.target)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     on_cpu = device.type == "cpu"
@@ -286,7 +283,7 @@ def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
     check_arguments(arguments)
     prompts = find_prompts(arguments)
-    find_drafter(arguments.drafter)  # refused before anything is fetched
+    drafter_path = find_drafter(arguments.drafter)  # refused before a target is fetched
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     import torch
@@ -299,7 +296,7 @@ def main(argv: list[str]) -> int:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     print("Loading target and drafter ...", file=sys.stderr, flush=True)
-    pair = load_pair(arguments, prompts)
+    pair = load_pair(arguments, drafter_path, prompts)
     measurements = run_prompts(pair, prompts, arguments)
     settings = settings_of(pair, arguments)
     print(f"\n{describe(settings)}\n\n{format_table(measurements, pair.plain_scale)}\n")

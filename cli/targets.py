@@ -40,42 +40,50 @@ def resolve_target(name: str = DEFAULT_TARGET) -> str:
     """
     if name == DEFAULT_TARGET:
         return str(default_target())
+    return find_model("target", name)
+
+
+def find_model(kind: str, name: str) -> str:
+    """A local folder with a config, or the id of a model that the Hub (or its local cache) has.
+
+    `kind` (target, drafter) is what the error messages call it.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise OSError(f"{name} is a folder without config.json, so it holds no target.")
+            raise OSError(f"{name} is a folder without config.json, so it holds no {kind}.")
         return str(folder)
     # `org/model` may be a Hub id; anything deeper, or starting like a path, was meant as a folder.
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/"):
-        raise OSError(f"unknown target {name!r}: there is no such folder.")
-    check_on_hub(name)
+        raise OSError(f"unknown {kind} {name!r}: there is no such folder.")
+    check_on_hub(kind, name)
     return name
 
 
-def check_on_hub(name: str) -> None:
-    """Raises one sentence unless the Hub, or its local cache, has a model called `name`."""
+def check_on_hub(kind: str, name: str) -> None:
     from huggingface_hub import errors, hf_hub_download
+    from huggingface_hub.utils import logging
 
-    unknown = f"unknown target {name!r}: neither {DEFAULT_TARGET}, nor a local folder, nor a model on the Hub."
+    logging.set_verbosity_error()  # its retries would be announced one by one
+    unknown = f"unknown {kind} {name!r}: neither a local folder nor a model on the Hub"
+    unknown += f", nor the built-in {DEFAULT_TARGET}." if kind == "target" else "."
     try:
         hf_hub_download(name, "config.json")
     except errors.HFValidationError as error:
         raise ValueError(unknown) from error
     except errors.GatedRepoError as error:
-        raise OSError(
-            f"target {name!r} is gated: accept its terms on the Hub and log in with `hf auth login`."
-        ) from error
+        raise OSError(f"{kind} {name!r} is gated: accept its terms on the Hub, then run `hf auth login`.") from error
     except errors.RepositoryNotFoundError as error:
         raise ValueError(unknown) from error
     except errors.LocalEntryNotFoundError as error:  # offline and not cached, whatever the cause
         raise OSError(
-            f"target {name!r} is not in the local cache and the Hub cannot be reached (no network?); "
-            f"a local folder or {DEFAULT_TARGET} needs no Hub."
+            f"{kind} {name!r} is neither a local folder nor in the Hub's local cache, and the Hub cannot be reached "
+            "(no network?)."
         ) from error
     except errors.EntryNotFoundError as error:
-        raise OSError(f"{name!r} on the Hub has no config.json, so it holds no target.") from error
+        raise OSError(f"{name!r} on the Hub has no config.json, so it holds no {kind}.") from error
     except (errors.HfHubHTTPError, OSError) as error:
-        raise OSError(f"the Hub did not serve target {name!r}: {first_line(error)}") from error
+        raise OSError(f"the Hub did not serve {kind} {name!r}: {first_line(error)}") from error
 
 
 def default_target(root: Path | None = None) -> Path:

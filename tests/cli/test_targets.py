@@ -221,3 +221,10 @@ def test_hub_id_passes_through(monkeypatch):
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *args: asked.append(args))
     assert targets.resolve_target("org/model") == "org/model"
     assert asked == [("org/model", "config.json")]
+
+
+def test_a_drafter_is_called_a_drafter(tmp_path):
+    with pytest.raises(OSError, match="unknown drafter './none': there is no such folder"):
+        targets.find_model("drafter", "./none")
+    with pytest.raises(OSError, match="holds no drafter"):
+        targets.find_model("drafter", str(tmp_path))
