@@ -110,21 +110,21 @@ class _Cursor:
             self.stream.load_state_dict(state)
         self.rows = iter(self.stream)
 
-    def next_row(self) -> dict[str, Any]:
+    def next_row(self, excluded: tuple[str, ...]) -> dict[str, Any]:
         if self.rows is None:
             self.open()
         try:
             for _ in range(2):
-                row = next(self.rows, None)
-                if row is not None:
-                    return row
+                for row in self.rows:
+                    if not any(name in str(row.get("source")) for name in excluded):
+                        return row
                 self.epoch += 1
                 self.open()
         except ValueError:
             raise
         except Exception as error:  # datasets wraps what the reader says in errors of its own
             raise ValueError(f"the data file {self.source.path} cannot be read: {_first_line(error)}") from error
-        raise ValueError(f"the data file {self.source.path} has no rows.")
+        raise ValueError(f"the data file {self.source.path} has no rows that are not excluded.")
 
 
 class PackedRows(IterableDataset):
@@ -132,11 +132,17 @@ class PackedRows(IterableDataset):
 
     The next document always comes from the source that is furthest behind its share of the tokens: the mixture is
     kept exactly, and without a random state. A file is read in its own order, and again from its start when it ends;
-    shuffle it beforehand if its order means something.
+    shuffle it beforehand if its order means something. Rows whose `source` contains one of `excluded` are left out.
     """
 
-    def __init__(self, sources: list[Source], tokenizer: PreTrainedTokenizerBase, length: int):
-        self.tokenizer, self.length = tokenizer, length
+    def __init__(
+        self,
+        sources: list[Source],
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        excluded: tuple[str, ...] = (),
+    ):
+        self.tokenizer, self.length, self.excluded = tokenizer, length, excluded
         self.cursors = [_Cursor(source) for source in sources]
         self.buffer: list[tuple[int, int]] = []  # (token id, position) that the next row begins with
         self.row = 0  # rows given so far
@@ -146,7 +152,7 @@ class PackedRows(IterableDataset):
         while True:
             while len(self.buffer) < self.length:
                 cursor = min(self.cursors, key=lambda cursor: cursor.tokens / cursor.source.weight)
-                token_ids = encode(cursor.next_row(), self.tokenizer, cursor.source.path)
+                token_ids = encode(cursor.next_row(self.excluded), self.tokenizer, cursor.source.path)
                 cursor.tokens += max(len(token_ids), 1)  # an empty document moves on as well
                 self.buffer += [(token_id, position) for position, token_id in enumerate(token_ids)]
             row, self.buffer = self.buffer[: self.length], self.buffer[self.length :]

@@ -6,6 +6,7 @@ passes over fp32 logits that autograd makes (torch 2.13's own chunked `linear_cr
 CPUs, and sums the loss in bf16).
 """
 
+import math
 import types
 from typing import Any
 
@@ -20,7 +21,7 @@ ROWS = 256  # fp32 logits that are held at a time: 50 MB at 49k tokens
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
         kept = labels != IGNORE  # [T]
         rows, targets = hidden[kept], labels[kept]  # [n, h], [n]
         grad_logits = rows.new_empty(rows.shape[0], weight.shape[0])  # [n, V]
@@ -28,7 +29,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, rows.shape[0], ROWS):
             logits = torch.mm(rows[start : start + ROWS], weight.t(), out=grad_logits[start : start + ROWS])
             target = targets[start : start + ROWS, None]
-            log_probs = torch.log_softmax(logits.float(), dim=-1)  # [rows, V]
+            scores = logits.float() if bias is None else logits.float().add_(bias)  # [rows, V]
+            log_probs = torch.log_softmax(scores, dim=-1)  # [rows, V]
             loss -= log_probs.gather(1, target).sum()
             # d loss / d logits = softmax - one hot
             probs = log_probs.exp_()
@@ -38,7 +40,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weight, grad_logits, kept = ctx.saved_tensors
         grad_hidden = grad_weight = None
         if ctx.needs_input_grad[0]:
@@ -46,16 +48,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden[kept] = (grad_logits @ weight) * grad
         if ctx.needs_input_grad[1]:
             grad_weight = (grad_logits.t() @ rows) * grad
-        return grad_hidden, grad_weight, None
+        return grad_hidden, grad_weight, None, None
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
     """Sum over `labels != -100` of the cross-entropy of `hidden @ weight.T`, in nats.
 
     Args:
         hidden: `[T, h]`, the states that the head sees.
         weight: `[V, h]`, the head.
         labels: `[T]`, the id that each row predicts (not shifted), -100 for none.
+        bias: `[V]`, added to the logits; a constant.
 
     Under autocast both factors are cast to its type; the softmax is fp32 in any case.
     """
@@ -63,24 +66,54 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _LinearCrossEntropy.apply(hidden, weight, labels)
+        return _LinearCrossEntropy.apply(hidden, weight, labels, bias)
 
 
-def use_linear_cross_entropy(model: PreTrainedModel) -> None:
+class SampledVocabulary:
+    """A smaller softmax with, in expectation, the same normaliser: sampled softmax (Jean et al. 2015, §3).
+
+    A batch is scored against its own labels, the ids `frequent`, and `random` of the other M ids, which stand for all
+    of them: their logits are raised by log(M / random).
+    """
+
+    def __init__(self, frequent: Tensor, random: int, vocab_size: int):
+        self.frequent, self.random, self.vocab_size = frequent, random, vocab_size
+
+    def sample(self, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The ids `[S]`, the bias of their logits `[S]`, and the labels as places among the ids `[T]`."""
+        device = labels.device
+        known = torch.zeros(self.vocab_size, dtype=torch.bool, device=device)
+        known[self.frequent.to(device)] = True
+        known[labels[labels != IGNORE]] = True
+        sure, others = known.nonzero().flatten(), (~known).nonzero().flatten()
+        drawn = others[torch.randperm(len(others), device=device)[: self.random]]
+        ids = torch.cat([sure, drawn])
+        bias = torch.zeros(len(ids), device=device)
+        if len(drawn):
+            bias[len(sure) :] = math.log(len(others) / len(drawn))
+        places = torch.full((self.vocab_size,), IGNORE, device=device)
+        places[ids] = torch.arange(len(ids), device=device)
+        return ids, bias, torch.where(labels == IGNORE, IGNORE, places[labels.clamp(min=0)])
+
+
+def use_linear_cross_entropy(model: PreTrainedModel, sampled: SampledVocabulary | None = None) -> None:
     """Lets `model(input_ids, labels=...)` return the loss alone, without logits (see the module's docstring).
 
     Only for heads that are nothing but a matrix (no bias, no scaled or capped logits): the families of
-    `prune.SUPPORTED_FAMILIES`.
+    `prune.SUPPORTED_FAMILIES`. With `sampled`, the loss is that of the smaller softmax.
     """
-    model.forward = types.MethodType(_forward, model)
 
+    def forward(
+        self: PreTrainedModel, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> CausalLMOutputWithPast:
+        # Without a cache: with one, transformers takes no notice of position ids that start again (packed documents).
+        hidden = self.base_model(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state.flatten(0, 1)
+        labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE).flatten()  # [B * T], shifted
+        items = (labels != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+        weight, bias = self.get_output_embeddings().weight, None
+        if sampled is not None:
+            ids, bias, labels = sampled.sample(labels)
+            weight = weight[ids]
+        return CausalLMOutputWithPast(loss=linear_cross_entropy(hidden, weight, labels, bias) / items)
 
-def _forward(
-    self: PreTrainedModel, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any
-) -> CausalLMOutputWithPast:
-    # Without a cache: with one, transformers takes no notice of position ids that start again (packed documents).
-    hidden = self.base_model(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state  # [B, T, h]
-    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)  # [B, T]
-    loss = linear_cross_entropy(hidden.flatten(0, 1), self.get_output_embeddings().weight, shifted.flatten())
-    items = (shifted != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
-    return CausalLMOutputWithPast(loss=loss / items)
+    model.forward = types.MethodType(forward, model)

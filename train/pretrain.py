@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from osprey.train.calibration import calibrate_norm
 from osprey.train.checkpoints import (
     TRAINING_FILE,
     atomic_folder,
@@ -35,7 +37,7 @@ from osprey.train.checkpoints import (
     write_json,
 )
 from osprey.train.data import PackedRows, check_file, parse_sources
-from osprey.train.linear_loss import use_linear_cross_entropy
+from osprey.train.linear_loss import SampledVocabulary, use_linear_cross_entropy
 from osprey.train.perplexity import held_out_losses, perplexities
 from osprey.train.precision import use_bf16
 from osprey.train.prune import load_config
@@ -43,6 +45,8 @@ from osprey.train.prune import load_config
 logger = logging.getLogger(__name__)
 
 DATA_STATE_FILE = "data_state.json"
+CALIBRATION_ROWS = 8
+COUNTED_TOKENS = 500_000  # for the most frequent ids
 
 
 @dataclass
@@ -53,6 +57,9 @@ class PretrainArguments:
     out: str = field(metadata={"help": "folder to write; checkpoints of the run are kept in OUT.run"})
     data: list[str] = field(metadata={"help": ".jsonl or .txt files, also .gz: path or path=weight (share of tokens)"})
     data_root: str = field(default=".", metadata={"help": "folder that the paths of --data and --held-out start from"})
+    exclude: list[str] = field(
+        default_factory=list, metadata={"help": "leave out training rows whose `source` contains one of these"}
+    )
     held_out: list[str] = field(default_factory=list, metadata={"help": "files for perplexity, never trained on"})
     tokens: float = field(default=3e6, metadata={"help": "training tokens"})
     length: int = field(default=512, metadata={"help": "tokens in a packed row"})
@@ -63,6 +70,13 @@ class PretrainArguments:
     warmup: float = field(default=0.04, metadata={"help": "share of the steps with a rising learning rate"})
     weight_decay: float = field(default=0.01, metadata={"help": "AdamW's"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are clipped to this norm"})
+    calibrate_norm: bool = field(
+        default=True, metadata={"help": "scale the final norm before training, for the least loss"}
+    )
+    softmax_ids: int | None = field(
+        default=None,
+        metadata={"help": "train with a sampled softmax over about so many ids, two thirds the most frequent ones"},
+    )
     freeze_embeddings: bool = field(default=False, metadata={"help": "leave embeddings and head as they are"})
     precision: str = field(default="auto", metadata={"help": "autocast: auto, bf16 or fp32"})
     seed: int = field(default=0, metadata={"help": "random seed"})
@@ -110,7 +124,12 @@ def pretrain(arguments: PretrainArguments) -> dict[str, Any]:
         before = perplexities(evaluate(arguments.final_eval_tokens)) if held_out else {}
         if before:
             logger.info("held-out perplexity before: %s", before)
-        rows = PackedRows(sources, tokenizer, arguments.length)
+        rows = PackedRows(sources, tokenizer, arguments.length, tuple(arguments.exclude))
+        scale = None
+        if checkpoint is None and arguments.calibrate_norm:
+            calibration = PackedRows(sources, tokenizer, arguments.length, tuple(arguments.exclude))
+            scale = calibrate_norm(model, islice(calibration, CALIBRATION_ROWS), arguments.precision)
+            logger.info("final norm scaled by %g", scale)
         trainer = make_trainer(arguments, model, tokenizer, rows, run, steps)
         if held_out:
             trainer.add_callback(_HeldOut(evaluate, arguments.eval_steps, arguments.eval_tokens))
@@ -131,6 +150,7 @@ def pretrain(arguments: PretrainArguments) -> dict[str, Any]:
             "steps": trainer.state.global_step,
             "tokens": trainer.state.global_step * step_tokens,
             "source_tokens": {cursor.source.path.name: cursor.tokens for cursor in rows.cursors},
+            "norm_scale": scale,
             "bf16": use_bf16(arguments.precision, model.device.type),
             "seconds": round(time.time() - start, 1),
             "perplexity_before": before,
@@ -150,7 +170,7 @@ def make_trainer(
     steps: int,
 ) -> Trainer:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    use_linear_cross_entropy(model)
+    use_linear_cross_entropy(model, sampled_vocabulary(rows, model.config.vocab_size, arguments.softmax_ids))
     settings = TrainingArguments(
         output_dir=str(run),
         max_steps=steps,
@@ -180,6 +200,18 @@ def make_trainer(
     trainer.add_callback(_Progress(arguments.length * arguments.batch_rows * arguments.accumulation))
     trainer.add_callback(_DataState(rows, arguments.batch_rows * arguments.accumulation))
     return trainer
+
+
+def sampled_vocabulary(rows: PackedRows, vocab_size: int, size: int | None) -> SampledVocabulary | None:
+    """The most frequent ids of the beginning of the mixture, and room for random ones; None for the whole softmax."""
+    if size is None or size >= vocab_size:
+        return None
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    fresh = PackedRows([cursor.source for cursor in rows.cursors], rows.tokenizer, rows.length, rows.excluded)
+    for row in islice(fresh, math.ceil(COUNTED_TOKENS / rows.length)):
+        counts += torch.bincount(torch.tensor(row["input_ids"]), minlength=vocab_size)
+    frequent = size * 2 // 3
+    return SampledVocabulary(counts.topk(frequent).indices, size - frequent, vocab_size)
 
 
 class _DataState(TrainerCallback):
