@@ -53,7 +53,13 @@ def tiny_target(family: str = "llama", seed: int = 0, **changes) -> PreTrainedMo
 def tiny_drafter(target: PreTrainedModel, seed: int = 1, shortlist: list[int] | None = None, **changes):
     """A drafter of another width than its target, with random weights."""
     text = target.config.get_text_config()
-    config = {**SHAPE, "hidden_size": 24, "num_hidden_layers": 2, "vocab_size": text.vocab_size}
+    config = {
+        **SHAPE,
+        "initializer_range": 0.25,
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "vocab_size": text.vocab_size,
+    }
     config |= {"target_hidden_size": text.hidden_size, "target_num_hidden_layers": text.num_hidden_layers}
     if shortlist is not None:
         config["draft_vocab_size"] = len(shortlist)
@@ -146,7 +152,7 @@ class DraftLog:
         return self
 
     @torch.no_grad()
-    def assert_follows_definition(self, target, drafter, start: int = 0, tolerance: float = 5e-3, **inputs) -> None:
+    def assert_follows_definition(self, target, drafter, start: int = 0, tolerance: float = 1e-2, **inputs) -> None:
         """Compare with drafting by the definition: no caches, true contexts wherever the target has verified.
 
         `start`: first position whose tap the drafter can have seen (left padding, a cache brought along). A wrong

@@ -1,0 +1,192 @@
+"""Sampled text with a drafter has the target's own distribution: chi-square against exact enumeration."""
+
+from itertools import product
+
+import pytest
+import torch
+from scipy.stats import chi2
+from tiny import tiny_drafter, tiny_target
+from transformers.generation import GenerationConfig, LogitsProcessorList
+
+from osprey.modeling import OspreyCandidateGenerator, record_acceptance
+
+V = 6
+PROMPT = torch.tensor([[1, 4, 2]])
+SIGNIFICANCE = 1e-4  # seeds are fixed; this is the share of torch versions whose streams would fail by chance
+SETTINGS = {
+    "temperature 1": {},
+    "temperature 0.6": {"temperature": 0.6},
+    "temperature 2": {"temperature": 2.0},
+    "top-k": {"top_k": 3},
+    "top-p": {"top_p": 0.7},
+    "top-k, top-p, temperature": {"top_k": 4, "top_p": 0.9, "temperature": 1.5},
+    "repetition penalty": {"repetition_penalty": 1.8},
+    "min-p, typical": {"min_p": 0.1, "typical_p": 0.95},
+}
+
+
+def small_target(seed=0, **changes):
+    return tiny_target("llama", seed, vocab_size=V, hidden_size=16, head_dim=4, initializer_range=0.6, **changes)
+
+
+def small_drafter(target, shortlist=None):
+    drafter = tiny_drafter(target, 3, shortlist, initializer_range=0.5, tie_word_embeddings=False)
+    drafter.generation_config.num_assistant_tokens = 3
+    return drafter
+
+
+def sampling(**options) -> GenerationConfig:
+    return GenerationConfig(do_sample=True, **{"top_k": 0, "top_p": 1.0, "temperature": 1.0} | options)
+
+
+@torch.no_grad()
+def next_probabilities(target, ids, options, known={}):  # noqa: B006
+    """Exact distribution of the next token after `ids` (`[1, L]`), by transformers' own processors."""
+    key = (id(target), tuple(ids[0].tolist()), str(options))
+    if key not in known:
+        processors: LogitsProcessorList = target._get_logits_processor(sampling(**options), ids.shape[1])
+        known[key] = processors(ids, target(ids).logits[:, -1].float()).softmax(-1)[0].double()
+    return known[key]
+
+
+def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Chi-square test of `counts` against exact probabilities; cells that expect under 5 are pooled."""
+    expected = probabilities * counts.sum()
+    assert counts[expected == 0].sum() == 0, "a sequence of probability zero was generated"
+    order = expected.argsort()
+    counts, expected = counts[order], expected[order]
+    small = int((expected.cumsum(0) < 5).sum()) + 1  # pooled cells, smallest first, until they expect 5 together
+    small = max(small, int((expected < 5).sum()))
+    counts = torch.cat([counts[:small].sum()[None], counts[small:]])
+    expected = torch.cat([expected[:small].sum()[None], expected[small:]])
+    statistic = ((counts - expected) ** 2 / expected).sum().item()
+    return float(chi2.sf(statistic, len(counts) - 1))
+
+
+def draw_sequences(target, drafter, options, draws, length, seed=0):
+    """Counts of every continuation of `length` tokens over independent `generate` calls, `[V ** length]`."""
+    torch.manual_seed(seed)
+    counts = torch.zeros(V**length, dtype=torch.double)
+    place = V ** torch.arange(length - 1, -1, -1)
+    config = sampling(**options, max_new_tokens=length, pad_token_id=0)
+    with record_acceptance() as calls:
+        for _ in range(draws):
+            ids = target.generate(PROMPT, generation_config=config, assistant_model=drafter)
+            counts[(ids[0, PROMPT.shape[1] :] * place).sum()] += 1
+    rounds = [one for call in calls for one in call.rounds]
+    return counts, sum(right for _, right in rounds) / sum(drafted for drafted, _ in rounds)
+
+
+def sequence_probabilities(target, options, length):
+    probabilities = []
+    for tail in product(range(V), repeat=length):
+        ids, probability = PROMPT, 1.0
+        for token in tail:
+            probability *= next_probabilities(target, ids, options)[token].item()
+            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+            if probability == 0:
+                break
+        probabilities.append(probability)
+    return torch.tensor(probabilities, dtype=torch.double)
+
+
+@pytest.mark.parametrize("shortlist", [None, [0, 2, 3, 5]])
+@pytest.mark.parametrize("name", ["temperature 1", "top-p", "repetition penalty"])
+def test_whole_sequences(name, shortlist):
+    """Four tokens: the prefill's, then rounds of drafts in which every number of accepted tokens occurs."""
+    target = small_target()
+    expected = sequence_probabilities(target, SETTINGS[name], 4)
+    assert abs(expected.sum().item() - 1) < 1e-6
+    counts, rate = draw_sequences(target, small_drafter(target, shortlist), SETTINGS[name], 700, 4)
+    assert 0.1 < rate < 0.95  # both branches of speculative sampling are exercised
+    assert p_value(counts, expected) > SIGNIFICANCE
+
+
+# A target without attention is a Markov chain of order one, so the transitions of one long text are independent draws:
+# thousands of them from few calls, with long drafts.
+def chain_target():
+    target = small_target()
+    for layer in target.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+    return target
+
+
+def draw_transitions(target, drafter, options, tokens=500, calls=4, seed=0):
+    torch.manual_seed(seed)
+    counts = torch.zeros(V, V, dtype=torch.double)
+    config = sampling(**options, max_new_tokens=tokens, pad_token_id=0)
+    with record_acceptance() as recorded:
+        for _ in range(calls):
+            ids = target.generate(PROMPT, generation_config=config, assistant_model=drafter)[0, 2:]
+            counts.index_put_((ids[:-1], ids[1:]), torch.ones((), dtype=torch.double), accumulate=True)
+    rounds = [one for call in recorded for one in call.rounds]
+    return counts, sum(right for _, right in rounds) / sum(drafted for drafted, _ in rounds)
+
+
+def transitions_p_value(target, counts, options) -> float:
+    """One test over all states: the sum of independent chi-square statistics, by their p-values (Fisher)."""
+    values = []
+    for state in range(V):
+        if counts[state].sum() >= 30:
+            exact = next_probabilities(target, torch.tensor([[state]]), options)
+            values.append(max(p_value(counts[state], exact), 1e-300))
+    return float(chi2.sf(-2 * torch.tensor(values, dtype=torch.double).log().sum().item(), 2 * len(values)))
+
+
+@pytest.mark.parametrize("shortlist", [None, [0, 2, 3, 5]])
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "repetition penalty"])
+def test_transitions(name, shortlist):
+    target = chain_target()
+    counts, rate = draw_transitions(target, small_drafter(target, shortlist), SETTINGS[name])
+    assert 0.1 < rate < 0.95
+    assert transitions_p_value(target, counts, SETTINGS[name]) > SIGNIFICANCE
+
+
+def test_adaptive_draft_length_stays_lossless():
+    target = chain_target()
+    drafter = small_drafter(target)
+    drafter.generation_config.assistant_confidence_threshold = 0.2
+    counts, _ = draw_transitions(target, drafter, {})
+    assert transitions_p_value(target, counts, {}) > SIGNIFICANCE
+
+
+def test_the_first_token_after_a_sampled_end():
+    """An end token ends the text, and only as often as the target samples it."""
+    target = small_target()
+    drafter = small_drafter(target)
+    config = sampling(max_new_tokens=4, pad_token_id=0, eos_token_id=3)
+    torch.manual_seed(0)
+    counts, draws = torch.zeros(5, dtype=torch.double), 400
+    for _ in range(draws):
+        text = target.generate(PROMPT, generation_config=config, assistant_model=drafter)[0, 3:].tolist()
+        counts[text.index(3) if 3 in text else 4] += 1
+        assert 3 not in text[:-1]
+    expected = torch.zeros(5, dtype=torch.double)
+    for tail, probability in zip(
+        product(range(V), repeat=4), sequence_probabilities(target, {}, 4).tolist(), strict=True
+    ):
+        expected[tail.index(3) if 3 in tail else 4] += probability
+    assert p_value(counts, expected) > SIGNIFICANCE
+
+
+def broken_argmax(self, candidate_ids, draft_logits):
+    """The best token, with scores that claim it was sampled."""
+    scores = self.logits_processor(candidate_ids, self.drafter.widen_logits(draft_logits.float()))
+    return scores.argmax(-1, keepdim=True), scores, 1.0
+
+
+def broken_raw_scores(self, candidate_ids, draft_logits):
+    """Sampled from the processed scores, returned with others."""
+    scores = self.logits_processor(candidate_ids, self.drafter.widen_logits(draft_logits.float()))
+    return torch.multinomial(scores.softmax(-1), 1), scores / 2, 1.0
+
+
+@pytest.mark.parametrize("broken", [broken_argmax, broken_raw_scores])
+def test_the_tests_above_would_notice(broken, monkeypatch):
+    monkeypatch.setattr(OspreyCandidateGenerator, "choose", broken)
+    target = chain_target()
+    counts, _ = draw_transitions(target, small_drafter(target), {})
+    assert transitions_p_value(target, counts, {}) < SIGNIFICANCE / 100
+    target = small_target()
+    counts, _ = draw_sequences(target, small_drafter(target), {}, 700, 4)
+    assert p_value(counts, sequence_probabilities(target, {}, 4)) < SIGNIFICANCE / 100
