@@ -176,6 +176,11 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
         arange = torch.arange(self.config.draft_vocab_size or self.config.vocab_size, device=self.device)
         return arange if self.config.draft_vocab_size is None else arange + self.d2t
 
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """Rows of the head, `[D, h]`; those of a tied shortlist come from the embedding and carry its gradient."""
+        return self.embed_tokens.weight[self.draft_ids] if self.has_tied_shortlist else self.lm_head.weight
+
     def set_draft_ids(self, ids: torch.LongTensor) -> None:
         """Make `ids` (`[D]`, rising target ids) the draft vocabulary; a tied head follows, another keeps its rows."""
         if self.config.draft_vocab_size != len(ids) or not torch.equal(ids, ids.unique()):
