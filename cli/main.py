@@ -14,6 +14,7 @@ VERBS = {
     "pretrain": "stage 2: restore the pruned model by next-token training (gives a backbone)",
     "align": "show how a target's vocabulary maps onto a backbone's",
     "convert": "stage 3: turn a backbone into an untrained drafter for one target",
+    "respond": "let a target answer prompts: training text for stage 4",
     "distill": "stage 4: train the drafter to match its target",
     "generate": "generate with a target and its drafter, and compare with plain generation",
 }
