@@ -19,8 +19,8 @@ from osprey.modeling.modeling_osprey import OspreyDrafterForCausalLM
 from osprey.train.align import load_tokenizer
 from osprey.train.convert import read_training_record, save_drafter, versions
 from osprey.train.features import FeatureDataset
-from osprey.train.losses import soft_cross_entropy
-from osprey.train.precision import use_bf16
+from osprey.train.losses import normalised_head, normalised_teacher, soft_cross_entropy
+from osprey.train.precision import autocast, use_bf16
 from osprey.train.unroll import Chains, accepted_lengths, find_chains, unroll, walk_rounds
 
 
@@ -98,10 +98,9 @@ class OspreyDistillationTrainer(Trainer):
         **kwargs: Any,
     ):
         refuse_other_target(model, train_dataset.features)
-        if args.freeze_embeddings:
-            model.embed_tokens.requires_grad_(False)
-            if model.config.tie_word_embeddings:
-                model.lm_head.requires_grad_(False)
+        model.embed_tokens.requires_grad_(not args.freeze_embeddings)
+        if model.config.tie_word_embeddings:  # the head is the embedding, or a copy of its rows that is made at load
+            model.lm_head.requires_grad_(not args.freeze_embeddings and not model.has_tied_shortlist)
         super().__init__(
             model=model,
             args=args,
@@ -111,7 +110,11 @@ class OspreyDistillationTrainer(Trainer):
             **kwargs,
         )
         self.model_accepts_loss_kwargs = False  # the loss is a mean: gradient accumulation has to average it
-        self.teacher_head = train_dataset.features.head()[model.draft_ids.cpu()].float().to(args.device)  # [D, H]
+        draft_ids = model.draft_ids.cpu()
+        self.teacher_head = normalised_head(train_dataset.features.head()[draft_ids]).to(args.device)  # [D, H+2]
+        self.draft_index = torch.full((model.config.vocab_size + 1,), -1)  # target id (-1 too) to row of the head
+        self.draft_index[draft_ids] = torch.arange(len(draft_ids))
+        self.draft_index = self.draft_index.to(args.device)
         self._sums: dict[str, Tensor] = {}  # of the steps since the last log
 
     def _get_train_sampler(self, train_dataset: Any = None) -> LengthGroupedSampler:
@@ -122,21 +125,23 @@ class OspreyDistillationTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         args = self.args
         chains = find_chains(inputs["response_mask"], args.unroll_steps, args.unroll_fraction)
-        with self.compute_loss_context_manager():
-            results = self.draft(inputs, chains, first_step_everywhere=True)
+        with autocast(args.precision, args.device.type):
+            results = self.draft(inputs, chains, inputs["top1"], first_step_everywhere=True)
         steps = torch.arange(args.unroll_steps, device=results.row_step.device)
         counts = (results.row_step[:, None] == steps).sum(0)  # [K]
         self._track("step_loss", results.sums(results.losses), counts)
-        hits = results.predicted_top1.float()
-        self._track("top1", results.sums(hits), counts)
+        self._track("top1", results.sums(results.hits), counts)
         return (results.loss, {"loss": results.loss}) if return_outputs else results.loss
 
-    def draft(self, inputs: dict[str, Tensor], chains: Chains, first_step_everywhere: bool) -> "DraftResults":
+    def draft(
+        self, inputs: dict[str, Tensor], chains: Chains, labels: Tensor, first_step_everywhere: bool
+    ) -> "DraftResults":
         """Runs the unrolled drafter on a batch and compares every draft with the target's distribution.
 
         Args:
             inputs: a collated batch.
             chains: the anchors; steps k >= 1 are compared at these only.
+            labels: `[B, T]`, for every position the token after it that counts as a hit; -1: none does.
             first_step_everywhere: compare step 0 wherever it predicts a response token, not only at anchors.
         """
         args, drafter = self.args, self.accelerator.unwrap_model(self.model)
@@ -157,24 +162,16 @@ class OspreyDistillationTrainer(Trainer):
             row_steps.append(torch.full((rows,), step, device=device))
             weights.append(torch.full((rows,), args.unroll_decay**step / max(rows, 1), device=device))
         place = torch.cat(places)  # [P]
-        loss, losses, predicted = soft_cross_entropy(
+        loss, losses, hits = soft_cross_entropy(
             drafter.norm(torch.cat(students)),
-            drafter.lm_head.weight,
-            inputs["hidden"].flatten(0, 1)[place],
+            drafter.head_weight,
+            normalised_teacher(inputs["hidden"].flatten(0, 1)[place], inputs["logsumexp"].flatten()[place]),
             self.teacher_head,
-            inputs["logsumexp"].flatten()[place],
+            self.draft_index[labels.flatten()[place]],
             torch.cat(weights),
             args.loss_chunk_size,
         )
-        predicted = drafter.draft_ids[predicted]  # [P], target ids
-        return DraftResults(
-            loss=loss,
-            losses=losses,
-            row_step=torch.cat(row_steps),
-            predicted=predicted,
-            predicted_top1=predicted == inputs["top1"].flatten()[place],
-            num_steps=args.unroll_steps,
-        )
+        return DraftResults(loss, losses, hits, torch.cat(row_steps), args.unroll_steps)
 
     @torch.no_grad()
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
@@ -196,10 +193,11 @@ class OspreyDistillationTrainer(Trainer):
             indices = order[begin : begin + self.args.eval_batch_size]
             inputs = self._prepare_inputs(collate([dataset[i] for i in indices]))
             chains = find_chains(inputs["response_mask"], self.args.unroll_steps)
-            with self.compute_loss_context_manager():
-                results = self.draft(inputs, chains, first_step_everywhere=False)
+            with autocast(self.args.precision, self.args.device.type):
+                own_tokens = nn.functional.pad(inputs["input_ids"][:, 1:], (0, 1), value=-1)  # [B, T]
+                results = self.draft(inputs, chains, own_tokens, first_step_everywhere=False)
             loss, batches = loss + float(results.loss), batches + 1
-            correct = self._correct(inputs, chains, results)  # [B, A, K]
+            correct = self._correct(chains, results)  # [B, A, K]
             lengths = accepted_lengths(correct)  # [B, A]
             for k in range(self.args.unroll_steps):
                 tried = (chains.num_steps > k) & (lengths >= k)
@@ -223,16 +221,11 @@ class OspreyDistillationTrainer(Trainer):
         self.model.train()
         return metrics
 
-    def _correct(self, inputs: dict[str, Tensor], chains: Chains, results: "DraftResults") -> Tensor:
+    def _correct(self, chains: Chains, results: "DraftResults") -> Tensor:
         """Whether each draft token is the response's own, bool `[B, A, K]`; False past a chain's end."""
-        correct = torch.zeros(
-            *chains.anchors.shape, self.args.unroll_steps, dtype=torch.bool, device=chains.anchors.device
-        )
-        for step in range(self.args.unroll_steps):
-            batch, column = (chains.num_steps > step).nonzero(as_tuple=True)
-            actual = inputs["input_ids"][batch, chains.anchors[batch, column] + 2 + step]
-            correct[batch, column, step] = results.predicted[results.row_step == step] == actual
-        return correct
+        steps = torch.arange(self.args.unroll_steps, device=chains.anchors.device)
+        drafted = chains.num_steps > steps[:, None, None]  # [K, B, A], the order of the results' rows
+        return torch.zeros_like(drafted).masked_scatter(drafted, results.hits).permute(1, 2, 0)
 
     def _track(self, name: str, sums: Tensor, counts: Tensor) -> None:
         entry = torch.stack([sums.detach(), counts.to(sums.dtype)])  # [2, K]
@@ -253,9 +246,8 @@ class DraftResults:
 
     loss: Tensor  # scalar: sum over steps of decay^k x mean loss
     losses: Tensor  # [P], nats
+    hits: Tensor  # [P], whether the drafter's most likely token is the label
     row_step: Tensor  # [P], draft step
-    predicted: Tensor  # [P], most likely target id
-    predicted_top1: Tensor  # [P], whether it is the target's most likely one too
     num_steps: int
 
     def sums(self, values: Tensor) -> Tensor:

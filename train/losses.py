@@ -7,58 +7,64 @@ from torch import Tensor
 class ChunkedSoftCrossEntropy(torch.autograd.Function):
     """Weighted sum over rows of `-sum_{v in D} p(v) log q(v)`, computed a chunk of rows at a time.
 
-    `q` is the softmax of the student's logits over the draft vocabulary D. `p(v) = exp(hidden · W_v - logsumexp)` is
-    the target's probability under its full vocabulary: not renormalised over D, so that a position whose likely
-    tokens cannot be drafted weighs less. The gradient of each chunk is taken in the forward pass,
-    `d loss / d logits = (sum_v p(v)) q - p`, and only the gradients of the inputs are kept for the backward pass.
-
-    Logits, softmax and loss are fp32. Under autocast the student's products are taken in its dtype; the target's are
-    always fp32.
+    The gradient of each chunk is taken in the forward pass, `d loss / d logits = (sum_v p(v)) q - p`, and only the
+    gradients of the inputs are kept for the backward pass.
     """
 
     @staticmethod
-    def forward(ctx, student, head, teacher, teacher_head, logsumexp, weights, chunk_size):
-        if torch.is_autocast_enabled(student.device.type):
-            dtype = torch.get_autocast_dtype(student.device.type)
-        else:
-            dtype = student.dtype
-        rows = student.shape[0]
-        head_product = head.to(dtype)  # [D, h]
-        losses = torch.empty(rows, device=student.device)  # [P]
-        predicted = torch.empty(rows, dtype=torch.long, device=student.device)  # [P]
+    def forward(ctx, student, head, teacher, teacher_head, labels, weights, chunk_size):
+        device_type = student.device.type
+        autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if autocast else student.dtype
         wants_gradient = student.requires_grad or head.requires_grad
+        losses = torch.empty(len(student), device=student.device)  # [P]
+        hits = torch.empty(len(student), dtype=torch.bool, device=student.device)  # [P]
         grad_student = torch.empty_like(student) if wants_gradient else None
         grad_head = torch.zeros_like(head) if head.requires_grad else None
-        with torch.autocast(student.device.type, enabled=False):
-            for begin in range(0, rows, chunk_size):
+        weight, teacher_head = head.to(dtype), teacher_head.to(dtype)  # [D, h], [D, H+2]
+        with torch.autocast(device_type, enabled=False):
+            for begin in range(0, len(student), chunk_size):
                 piece = slice(begin, begin + chunk_size)
                 x = student[piece].to(dtype)  # [C, h]
-                p = teacher[piece].float() @ teacher_head.T  # [C, D]
-                p.sub_(logsumexp[piece, None]).exp_()
-                logits = (x @ head_product.T).float()  # [C, D]
-                predicted[piece] = logits.argmax(-1)
-                log_z = logits.logsumexp(-1)  # [C]
+                p = (teacher[piece].to(dtype) @ teacher_head.T).float().exp_()  # [C, D]
+                logits = (x @ weight.T).float()  # [C, D]
+                highest = logits.amax(-1, keepdim=True)  # [C, 1]
+                label = labels[piece, None]
+                hits[piece] = ((logits.gather(1, label.clamp(min=0)) == highest) & (label >= 0))[:, 0]
                 mass = p.sum(-1)  # [C]
-                losses[piece] = mass * log_z - torch.linalg.vecdot(p, logits)
+                expected = torch.bmm(p[:, None], logits[:, :, None])[:, 0, 0]  # [C], sum_v p(v) logit(v)
+                q = logits.sub_(highest).exp_()  # [C, D], not yet normalised
+                z = q.sum(-1)  # [C]
+                losses[piece] = mass * (highest[:, 0] + z.log()) - expected
                 if not wants_gradient:
                     continue
-                grad = logits.sub_(log_z[:, None]).exp_().mul_(mass[:, None]).sub_(p)  # [C, D]
-                grad = grad.mul_(weights[piece, None]).to(dtype)
-                grad_student[piece] = grad @ head_product
+                grad = q.mul_((mass / z)[:, None]).sub_(p).to(dtype)  # [C, D]
+                grad_student[piece] = (grad @ weight) * weights[piece, None]
                 if grad_head is not None:
-                    grad_head += grad.T @ x
+                    grad_head += grad.T @ (x * weights[piece, None].to(dtype))
         ctx.save_for_backward(grad_student, grad_head)
-        ctx.mark_non_differentiable(losses, predicted)
-        return (losses * weights).sum(), losses, predicted
+        ctx.mark_non_differentiable(losses, hits)
+        return (losses * weights).sum(), losses, hits
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
-        grad_student, grad_head = ctx.saved_tensors
-        return (
-            grad_student * grad_loss if grad_student is not None else None,
-            grad_head * grad_loss if grad_head is not None else None,
-            *(None,) * 5,
-        )
+        grads = [None if grad is None else grad * grad_loss for grad in ctx.saved_tensors]
+        return *grads, None, None, None, None, None
+
+
+def normalised_teacher(hidden: Tensor, logsumexp: Tensor) -> Tensor:
+    """Rows whose product with `normalised_head(W)` is the target's log-probability, `[P, H + 2]`.
+
+    Subtracting the log-sum-exp inside the product keeps bf16 products accurate where it matters: a likely token's
+    log-probability is near zero, where its logit would be rounded to an eighth. Two columns hold it to 16 bits.
+    """
+    high = logsumexp.bfloat16().float()
+    return torch.cat([hidden.float(), -high[:, None], (high - logsumexp)[:, None]], dim=-1)
+
+
+def normalised_head(weight: Tensor) -> Tensor:
+    """The target's head `[D, H]` with the two columns that `normalised_teacher` needs, `[D, H + 2]` fp32."""
+    return torch.cat([weight.float(), weight.new_ones(len(weight), 2, dtype=torch.float32)], dim=-1)
 
 
 def soft_cross_entropy(
@@ -66,23 +72,27 @@ def soft_cross_entropy(
     head: Tensor,
     teacher: Tensor,
     teacher_head: Tensor,
-    logsumexp: Tensor,
+    labels: Tensor,
     weights: Tensor,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Distillation loss of P rows.
 
+    `q` is the softmax of the student's logits over the draft vocabulary D. `p` is the target's probability under its
+    full vocabulary, not renormalised over D, so that a position whose likely tokens cannot be drafted weighs less.
+    Softmax and loss are fp32; the products with the heads are in autocast's dtype.
+
     Args:
         student: `[P, h]`, the drafter's last hidden states behind the final norm.
         head: `[D, h]`, the drafter's head.
-        teacher: `[P, H]`, the target's last hidden states behind its final norm.
-        teacher_head: `[D, H]` fp32, the target's head, rows of the draft vocabulary.
-        logsumexp: `[P]`, of the target's full-vocabulary logits.
+        teacher: `[P, H + 2]` from `normalised_teacher`.
+        teacher_head: `[D, H + 2]` from `normalised_head`, rows of the draft vocabulary.
+        labels: `[P]`, an index into the draft vocabulary to compare the student's most likely one with; -1: none.
         weights: `[P]`, the weight of each row in the sum.
         chunk_size: rows whose logits exist at a time.
 
     Returns:
-        The weighted sum (a scalar with gradient), and without gradient: the loss of each row `[P]` in nats and the
-        most likely index into the draft vocabulary of each row `[P]`.
+        The weighted sum (a scalar with gradient), and without gradient: the loss of each row `[P]` in nats, and
+        whether the label is the student's most likely token `[P]`.
     """
-    return ChunkedSoftCrossEntropy.apply(student, head, teacher, teacher_head, logsumexp, weights, chunk_size)
+    return ChunkedSoftCrossEntropy.apply(student, head, teacher, teacher_head, labels, weights, chunk_size)
