@@ -1,0 +1,134 @@
+"""Conversion: the drafter computes what the backbone computes, for any context, in the target's vocabulary."""
+
+import json
+
+import pytest
+import torch
+from bytes_tokenizer import VOCABULARY as BYTES
+from bytes_tokenizer import bytes_tokenizer
+from tiny import tiny_target
+from transformers import AutoTokenizer
+
+from osprey.cli.convert import main
+from osprey.modeling import OspreyDrafter
+from osprey.train.convert import ConvertArguments, convert
+
+PADDED = BYTES + 5  # vocabularies are often padded past the tokenizer
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Writes a backbone of a family and a target of twice its width with a padded vocabulary."""
+
+    def write(family: str, **changes):
+        backbone = tiny_target(family, vocab_size=BYTES, num_hidden_layers=2, eos_token_id=2, **changes)
+        backbone.save_pretrained(tmp_path / "backbone")
+        target = tiny_target(vocab_size=PADDED, hidden_size=64, num_hidden_layers=8, seed=3, eos_token_id=2)
+        target.save_pretrained(tmp_path / "target")
+        for name in ("backbone", "target"):
+            bytes_tokenizer().save_pretrained(tmp_path / name)
+        return backbone, target
+
+    return write
+
+
+def arguments(tmp_path, **changes):
+    settings = {"backbone": "backbone", "target": "target", "out": "out"}
+    paths = {name: str(tmp_path / folder) for name, folder in settings.items()}
+    return ConvertArguments(**{**paths, **changes})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {"tie_word_embeddings": False}),
+        ("qwen3", {"tie_word_embeddings": True}),
+    ],
+)
+def test_function_is_preserved_and_gradients_arrive(tmp_path, folders, family, changes):
+    backbone, target = folders(family, **changes)
+    for name, parameter in backbone.named_parameters():  # biases and norms start at 0 and 1: make them tell
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    backbone.save_pretrained(tmp_path / "backbone")
+    convert(arguments(tmp_path))
+    drafter = OspreyDrafter.from_pretrained(tmp_path / "out")
+    assert drafter.config.vocab_size == PADDED
+    assert drafter.config.target_layer_ids == [1, 3, 4]
+
+    ids = torch.randint(3, BYTES, (2, 9))
+    taps = torch.randn(2, 9, 3 * target.config.hidden_size)
+    output = drafter(ids, drafter.project_taps(taps))
+    with torch.no_grad():
+        expected = backbone(ids).logits
+    torch.testing.assert_close(output.logits[..., :BYTES], expected, rtol=1e-4, atol=1e-4)
+    assert output.logits[..., BYTES:].abs().max() == 0  # rows of the padding are zero
+    # fc starts as the deepest tap, cut to the drafter's width.
+    deepest = taps[..., 2 * target.config.hidden_size :][..., : drafter.config.hidden_size]
+    torch.testing.assert_close(drafter.project_taps(taps), deepest)
+
+    output.logits[..., :BYTES].logsumexp(-1).sum().backward()
+    hidden = drafter.config.hidden_size
+    for layer in drafter.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            assert projection.weight[:, :hidden].abs().max() == 0
+            assert projection.weight.grad[:, :hidden].abs().max() > 0
+    # Behind context halves that are zero, `fc` gets its gradient from the second step on.
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.grad is not None:
+                parameter -= 1e-3 * parameter.grad
+    drafter.zero_grad()
+    drafter(ids, drafter.project_taps(taps)).logits[..., :BYTES].logsumexp(-1).sum().backward()
+    assert drafter.fc.weight.grad.abs().max() > 0
+
+
+def test_shortlist(tmp_path, folders, capsys):
+    backbone, _ = folders("llama", tie_word_embeddings=True)
+    tokenizer = bytes_tokenizer()
+    a, b, c = tokenizer("abc")["input_ids"]
+    responses, text = tmp_path / "responses.jsonl", tmp_path / "text.jsonl"
+    responses.write_text(
+        json.dumps({"response": "aab", "language": "en", "finish": "stop"})
+        + "\n"
+        + json.dumps({"response": "bx", "language": "de", "finish": "length"})
+    )
+    text.write_text(json.dumps({"text": "cccccccccccc"}))
+    command = ["--draft_vocab_size", "4", "--frequencies", str(responses), str(text), "--json"]
+    paths = [str(tmp_path / "backbone"), "--target", str(tmp_path / "target"), "--out", str(tmp_path / "out")]
+    assert main([*paths, *command]) == 0
+    record = json.loads(capsys.readouterr().out)
+    # weighted by 10: a 20, b 20, end 10 (and special), x 10, c 12
+    drafter = OspreyDrafter.from_pretrained(tmp_path / "out")
+    assert drafter.draft_ids.tolist() == sorted([tokenizer.eos_token_id, a, b, c])
+    assert record["shortlist"]["response_coverage"] == {"en": 1.0, "de": 0.5, "all": round(5 / 6, 4)}
+    assert json.loads((tmp_path / "out" / "training.json").read_text()) == record
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == BYTES
+    ids = torch.randint(3, BYTES, (1, 5))
+    logits = drafter(ids).logits
+    with torch.no_grad():
+        torch.testing.assert_close(logits[..., [a, b, c]], backbone(ids).logits[..., [a, b, c]], rtol=1e-4, atol=1e-4)
+    assert torch.isinf(logits).sum() == 5 * (PADDED - 4)
+
+
+def test_refusals(tmp_path, folders):
+    folders("llama")
+    with pytest.raises(ValueError, match=r"\[1, 2, 7\].*between 0 and 6"):  # 7 is seen behind the final norm only
+        convert(arguments(tmp_path, target_layer_ids=[1, 2, 7]))
+    with pytest.raises(ValueError, match="give response or text files"):
+        convert(arguments(tmp_path, draft_vocab_size=8))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(ValueError, match="neither a text"):
+        convert(arguments(tmp_path, draft_vocab_size=8, frequencies=[str(tmp_path / "rows.jsonl")]))
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    with pytest.raises(FileExistsError, match="exists already"):
+        convert(arguments(tmp_path))
+    convert(arguments(tmp_path, overwrite=True))
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    folders("gemma3")
+    with pytest.raises(ValueError, match="'gemma3_text'.*llama, qwen2, qwen3"):
+        convert(arguments(tmp_path, overwrite=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["backbone", "out", "rows.jsonl", "target"]
