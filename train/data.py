@@ -120,8 +120,6 @@ class _Cursor:
                         return row
                 self.epoch += 1
                 self.open()
-        except ValueError:
-            raise
         except Exception as error:  # datasets wraps what the reader says in errors of its own
             raise ValueError(f"the data file {self.source.path} cannot be read: {_first_line(error)}") from error
         raise ValueError(f"the data file {self.source.path} has no rows that are not excluded.")

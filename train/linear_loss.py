@@ -86,7 +86,9 @@ class SampledVocabulary:
         known[self.frequent.to(device)] = True
         known[labels[labels != IGNORE]] = True
         sure, others = known.nonzero().flatten(), (~known).nonzero().flatten()
-        drawn = others[torch.randperm(len(others), device=device)[: self.random]]
+        # Seeded by the batch itself: a run that was stopped and goes on draws the same ids.
+        generator = torch.Generator().manual_seed(labels.clamp(min=0).sum().item())
+        drawn = others[torch.randperm(len(others), generator=generator)[: self.random].to(device)]
         ids = torch.cat([sure, drawn])
         bias = torch.zeros(len(ids), device=device)
         if len(drawn):

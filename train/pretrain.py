@@ -140,6 +140,7 @@ def pretrain(arguments: PretrainArguments) -> dict[str, Any]:
         if after:
             logger.info("held-out perplexity after: %s", after)
 
+        model.config.use_cache = True  # the Trainer turns it off
         model.save_pretrained(work)
         tokenizer.save_pretrained(work)
         record = {
