@@ -104,6 +104,16 @@ class OspreyConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self._refuse_unknown_keys(kwargs)
         self._check_taps()
+        if self.format_version != 1:
+            raise ValueError(
+                f"format_version is {self.format_version}, but this code reads version 1 of the checkpoint format: "
+                "update osprey-drafter."
+            )
+        if self.num_attention_heads % self.num_key_value_heads != 0:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads}, but it must be a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}: correct config.json."
+            )
         if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}, but it must lie between 1 and the target's vocab_size "

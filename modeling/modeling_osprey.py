@@ -183,10 +183,11 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
 
     def set_draft_ids(self, ids: torch.LongTensor) -> None:
         """Make `ids` (`[D]`, rising target ids) the draft vocabulary; a tied head follows, another keeps its rows."""
-        if self.config.draft_vocab_size != len(ids) or not torch.equal(ids, ids.unique()):
+        size, limit = self.config.draft_vocab_size, self.config.vocab_size
+        if size != len(ids) or not torch.equal(ids, ids.unique()) or ids[0] < 0 or ids[-1] >= limit:
             raise ValueError(
-                f"A draft vocabulary of {self.config.draft_vocab_size} takes that many different ids in rising order, "
-                f"but {len(ids)} were given: sort them, drop repeats, or change draft_vocab_size."
+                f"A draft vocabulary of {size} takes that many different ids from 0 to {limit - 1} in rising order, "
+                f"but {len(ids)} were given: sort them, drop repeats and ids outside, or change draft_vocab_size."
             )
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()
@@ -304,6 +305,7 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
         if "dtype" not in kwargs and "torch_dtype" not in kwargs and not torch.accelerator.is_available():
             kwargs["dtype"] = torch.float32
         return_info = kwargs.pop("output_loading_info", False)
+        kwargs.setdefault("ignore_mismatched_sizes", True)  # reported below, with the other faults
         try:
             model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         except Exception as error:

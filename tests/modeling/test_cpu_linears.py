@@ -30,7 +30,7 @@ def test_weights_are_rounded_to_float16_and_nothing_else_is():
         torch.testing.assert_close(model(x[:rows]).double(), expected[:rows], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", [{}, {"shortlist": [1, 3, 4, 9, 20, 33]}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("form", [{}, {"shortlist": list(range(8, 48))}, {"tie_word_embeddings": True}])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
 def test_assisted_is_plain_on_the_same_float16_target(family, form, monkeypatch):
     target = fp16_linears(tiny_target(family))
