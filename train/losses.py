@@ -32,7 +32,7 @@ class ChunkedSoftCrossEntropy(torch.autograd.Function):
                 label = labels[piece, None]
                 hits[piece] = ((logits.gather(1, label.clamp(min=0)) == highest) & (label >= 0))[:, 0]
                 mass = p.sum(-1)  # [C]
-                expected = torch.bmm(p[:, None], logits[:, :, None])[:, 0, 0]  # [C], sum_v p(v) logit(v)
+                expected = torch.linalg.vecdot(p, logits)  # [C], sum_v p(v) logit(v)
                 q = logits.sub_(highest).exp_()  # [C, D], not yet normalised
                 z = q.sum(-1)  # [C]
                 losses[piece] = mass * (highest[:, 0] + z.log()) - expected
