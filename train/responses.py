@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from osprey.train.data import check_file
+from osprey.train.grouped_attention import use_grouped_attention
 from osprey.train.precision import use_bf16
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ def respond(arguments: RespondArguments) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if use_bf16(arguments.precision, device) else torch.float32
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).to(device).eval()
+    use_grouped_attention(model)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target, padding_side="left")
     generator = torch.Generator(device).manual_seed(arguments.seed + len(answered))
 
