@@ -19,6 +19,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -198,6 +199,7 @@ def make_trainer(
     )
     trainer = Trainer(model, settings, train_dataset=rows, data_collator=default_data_collator)
     # One line a log instead of the Trainer's dictionaries; and the data position in every checkpoint.
+    trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_Progress(arguments.length * arguments.batch_rows * arguments.accumulation))
     trainer.add_callback(_DataState(rows, arguments.batch_rows * arguments.accumulation))
     return trainer
