@@ -42,7 +42,7 @@ class ConvertArguments:
         default_factory=list,
         metadata={"help": ".jsonl or .jsonl.gz files whose `response` (else `text`) tokens choose the shortlist"},
     )
-    response_weight: float = field(default=10.0, metadata={"help": "a response token counts this many text tokens"})
+    response_weight: float = field(default=30.0, metadata={"help": "a response token counts this many text tokens"})
     untie: bool = field(default=False, metadata={"help": "give the drafter its own head instead of a tied one"})
     overwrite: bool = field(default=False, metadata={"help": "replace the folder if it exists"})
 

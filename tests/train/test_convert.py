@@ -96,11 +96,20 @@ def test_shortlist(tmp_path, folders, capsys):
         + json.dumps({"response": "bx", "language": "de", "finish": "length"})
     )
     text.write_text(json.dumps({"text": "cccccccccccc"}))
-    command = ["--draft_vocab_size", "4", "--frequencies", str(responses), str(text), "--json"]
+    command = [
+        "--draft_vocab_size",
+        "4",
+        "--response_weight",
+        "10",
+        "--frequencies",
+        str(responses),
+        str(text),
+        "--json",
+    ]
     paths = [str(tmp_path / "backbone"), "--target", str(tmp_path / "target"), "--out", str(tmp_path / "out")]
     assert main([*paths, *command]) == 0
     record = json.loads(capsys.readouterr().out)
-    # weighted by 10: a 20, b 20, end 10 (and special), x 10, c 12
+    # weighted by 10: a 20, b 20, end 10 (and special), x 10; c 12
     drafter = OspreyDrafter.from_pretrained(tmp_path / "out")
     assert drafter.draft_ids.tolist() == sorted([tokenizer.eos_token_id, a, b, c])
     assert record["shortlist"]["response_coverage"] == {"en": 1.0, "de": 0.5, "all": round(5 / 6, 4)}
