@@ -2,8 +2,9 @@
 
 import json
 
-from osprey.train.convert import ConvertArguments, convert
 from transformers import HfArgumentParser
+
+from osprey.train.convert import ConvertArguments, convert
 
 
 def main(argv: list[str]) -> int:

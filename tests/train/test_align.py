@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
-from osprey.cli.align import main
-from osprey.train.align import AVERAGED, DIRECT, SINGLE, UNMAPPED, align_vocabularies, load_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from osprey.cli.align import main
+from osprey.train.align import AVERAGED, DIRECT, SINGLE, UNMAPPED, align_vocabularies, load_tokenizer
 
 
 def wordlevel(words: list[str]) -> PreTrainedTokenizerFast:
