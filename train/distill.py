@@ -20,6 +20,7 @@ from osprey.train.align import load_tokenizer
 from osprey.train.convert import read_training_record, save_drafter, versions
 from osprey.train.features import FeatureDataset
 from osprey.train.losses import normalised_head, normalised_teacher, soft_cross_entropy
+from osprey.train.muon import MuonAdamW
 from osprey.train.precision import autocast, use_bf16
 from osprey.train.unroll import Chains, accepted_lengths, find_chains, unroll, walk_rounds
 
@@ -40,6 +41,8 @@ class OspreyDistillationConfig(TrainingArguments):
     """Trainer settings with the paper's defaults for clipping, warm-up, unroll and decay.
 
     Args:
+        learning_rate: of the matrices of the blocks and `fc`, by Muon (`MuonAdamW`).
+        other_learning_rate: of the embedding and the norms, by AdamW.
         unroll_steps: draft steps in training, K.
         unroll_decay: the loss of step k (from 0 on) weighs `unroll_decay ** k`.
         unroll_fraction: share of the positions of each row, at random in each step, at which a chain goes past its
@@ -50,7 +53,7 @@ class OspreyDistillationConfig(TrainingArguments):
     """
 
     output_dir: str | None = field(default="distill-checkpoints")
-    learning_rate: float = field(default=1e-3)
+    learning_rate: float = field(default=2e-3)
     lr_scheduler_type: str = field(default="cosine")
     warmup_steps: float = field(default=0.04)
     max_grad_norm: float = field(default=1.0)
@@ -63,6 +66,7 @@ class OspreyDistillationConfig(TrainingArguments):
     eval_strategy: str = field(default="steps")
     eval_steps: float | None = field(default=500)
     remove_unused_columns: bool = field(default=False)
+    other_learning_rate: float = field(default=3e-4, metadata={"help": "of embedding and norms, by AdamW"})
     unroll_steps: int = field(default=5, metadata={"help": "draft steps in training"})
     unroll_decay: float = field(default=0.8, metadata={"help": "weight of draft step k: decay ** k"})
     unroll_fraction: float = field(default=1.0, metadata={"help": "share of positions with steps past the first"})
@@ -116,6 +120,13 @@ class OspreyDistillationTrainer(Trainer):
         self.draft_index[draft_ids] = torch.arange(len(draft_ids))
         self.draft_index = self.draft_index.to(args.device)
         self._sums: dict[str, Tensor] = {}  # of the steps since the last log
+
+    def create_optimizer(self, model: nn.Module | None = None) -> MuonAdamW:
+        if self.optimizer is None:
+            args = self.args
+            betas = (args.adam_beta1, args.adam_beta2)
+            self.optimizer = MuonAdamW(self.model, args.learning_rate, args.other_learning_rate, betas, fused=True)
+        return self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> LengthGroupedSampler:
         rows = self.args.train_batch_size * self.args.gradient_accumulation_steps

@@ -1,0 +1,47 @@
+"""Muon for the matrices of the blocks, AdamW for everything else.
+
+Muon (Jordan et al., 2024; `torch.optim.Muon`) steps along the orthogonalised momentum, so that directions with small
+gradients move as fast as the others. In distillation these are the context halves of Q, K and V: they start at zero
+beside pretrained weights, and AdamW at a rate that the pretrained half bears hardly moves them.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """One optimizer of two: `matrix_lr` for every 2-d weight of a linear layer, `other_lr` for the other parameters.
+
+    The size of Muon's steps is matched to AdamW's (`match_rms_adamw`), so that `matrix_lr` reads like an AdamW rate.
+    Norm weights and embeddings go with `other_lr`: SmolLM2's first norm weighs 0.006 in the median, and a step of a
+    matrix's size would overturn it. Neither decays weights.
+    """
+
+    def __init__(self, model: nn.Module, matrix_lr: float, other_lr: float, betas: tuple[float, float], fused: bool):
+        matrices, others = [], []
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad:
+                    (matrices if isinstance(module, nn.Linear) and parameter.ndim == 2 else others).append(parameter)
+        self.parts = [
+            Muon(matrices, lr=matrix_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+            AdamW(others, lr=other_lr, betas=betas, weight_decay=0.0, fused=fused),
+        ]
+        # The groups are those of the parts, so that a scheduler that sets a group's rate sets theirs.
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]  # loading made new ones
