@@ -28,13 +28,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, rows.shape[0], ROWS):
             logits = torch.mm(rows[start : start + ROWS], weight.t(), out=grad_logits[start : start + ROWS])
-            target = targets[start : start + ROWS, None]
-            scores = logits.float() if bias is None else logits.float().add_(bias)  # [rows, V]
-            log_probs = torch.log_softmax(scores, dim=-1)  # [rows, V]
-            loss -= log_probs.gather(1, target).sum()
+            target = targets[start : start + ROWS]
+            part, log_probs = _piece(logits, target, bias)
+            loss += part
             # d loss / d logits = softmax - one hot
             probs = log_probs.exp_()
-            probs.scatter_add_(1, target, torch.full_like(target, -1, dtype=torch.float32))
+            probs.scatter_add_(1, target[:, None], torch.full_like(target, -1, dtype=torch.float32)[:, None])
             logits.copy_(probs)
         ctx.save_for_backward(rows, weight, grad_logits, kept)
         return loss
@@ -66,7 +65,19 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, bias: T
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _LinearCrossEntropy.apply(hidden, weight, labels, bias)
+        if torch.is_grad_enabled():
+            return _LinearCrossEntropy.apply(hidden, weight, labels, bias)
+        kept = labels != IGNORE
+        rows, targets = hidden[kept].split(ROWS), labels[kept].split(ROWS)
+        pieces = [_piece(part @ weight.t(), target, bias)[0] for part, target in zip(rows, targets, strict=True)]
+        return torch.stack(pieces).sum()
+
+
+def _piece(logits: Tensor, targets: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Loss of a few rows and their fp32 log-probabilities `[rows, V]`."""
+    scores = logits.float() if bias is None else logits.float().add_(bias)
+    log_probs = torch.log_softmax(scores, dim=-1)
+    return -log_probs.gather(1, targets[:, None]).sum(), log_probs
 
 
 class SampledVocabulary:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 POOL_BATCHES = 8  # batches that are sorted by length together: little padding, and still a mixture at any time
 CHECK_STEPS = 8  # steps between looks for ended and looping rows
 LOOP_PERIODS = 48  # a loop is at most so many tokens, and is seen
-LOOP_COPIES = 4  # so many times,
+LOOP_COPIES = 4  # so many times, which is also what is kept of it,
 LOOP_TOKENS = 24  # and over at least so many tokens
 
 
@@ -229,7 +229,7 @@ def select_rows(cache: StaticCache, keep: Tensor) -> None:
 
 
 def loop_end(token_ids: list[int]) -> int | None:
-    """Where to cut a response that ends in a loop (after its second copy), or None."""
+    """Where to cut a response that ends in a loop, or None: a drafter shall see loops, since targets loop, but few."""
     for period in range(1, LOOP_PERIODS + 1):
         copies = max(LOOP_COPIES, -(-LOOP_TOKENS // period))
         span = period * copies
@@ -240,7 +240,7 @@ def loop_end(token_ids: list[int]) -> int | None:
             start = len(token_ids) - span
             while start > 0 and token_ids[start - 1] == token_ids[start - 1 + period]:
                 start -= 1
-            return start + 2 * period
+            return start + LOOP_COPIES * period
     return None
 
 

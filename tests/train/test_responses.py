@@ -104,16 +104,16 @@ def test_samples_from_the_tempered_softmax():
     ("tokens", "end"),
     [
         (list(range(100)), None),
-        ([1, 2, 3] + [7] * 24, 5),
+        ([1, 2, 3] + [7] * 24, 7),
         ([1, 2, 3] + [7] * 23, None),  # too short to be sure
-        ([9] + [1, 2, 3, 4, 5, 6] * 4, 13),
-        ([9] + [1, 2, 3, 4, 5, 6] * 4 + [1, 2], 13),  # cut in the middle of a copy
+        ([9] + [1, 2, 3, 4, 5, 6] * 4, 25),
+        ([9] + [1, 2, 3, 4, 5, 6] * 4 + [1, 2], 25),  # stopped in the middle of a copy
         ([1, 2, 3, 4, 5, 6] * 3 + [9], None),
-        (list(range(48)) * 4, 96),
+        (list(range(48)) * 4, 192),
         (list(range(49)) * 4, None),
     ],
 )
-def test_loops_are_cut_after_their_second_copy(tokens, end):
+def test_loops_are_cut_after_their_fourth_copy(tokens, end):
     assert loop_end(tokens) == end
 
 
@@ -121,7 +121,7 @@ def test_a_loop_ends_the_answer(files, monkeypatch):
     monkeypatch.setattr(responses, "sample", lambda logits, *_: torch.full((len(logits),), 70))
     respond(arguments(files, max_new_tokens=64))
     for row in read(files / "out.jsonl").values():
-        assert (row["finish"], row["tokens"]) == ("loop", 2)
+        assert (row["finish"], row["tokens"]) == ("loop", 4)
 
 
 def test_refusals(files, capsys):
