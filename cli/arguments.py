@@ -3,23 +3,21 @@
 import argparse
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from transformers import HfArgumentParser
 
-Arguments = TypeVar("Arguments")
-
 
 def parse(
-    kind: type[Arguments], argv: list[str], prog: str, description: str | None, positional: str | None = None
-) -> tuple[Arguments, bool]:
-    """The arguments of a verb, and whether `--json` was given.
+    kinds: type | list[type], argv: list[str], prog: str, description: str | None, positional: str | None = None
+) -> tuple[Any, ...]:
+    """The arguments of a verb, one object for each dataclass of `kinds`, and whether `--json` was given.
 
     `positional` names a field that may also come first, without its flag. Wrong flags end the process, as argparse
     does; a recipe that cannot be read, or that has an unknown key, raises ValueError or OSError.
     """
-    parser = HfArgumentParser(kind, prog=prog, description=description)
+    parser = HfArgumentParser(kinds, prog=prog, description=description)
     parser.add_argument("--config", help="YAML file with values for these options; flags override it")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     if positional and argv and not argv[0].startswith("-"):
@@ -28,12 +26,13 @@ def parse(
     early.add_argument("--config")
     config = early.parse_known_args(argv)[0].config
     if config is not None:
-        recipe = read_recipe(config, {field.name for field in fields(kind)})
+        known = {field.name for kind in parser.dataclass_types for field in fields(kind)}
+        recipe = read_recipe(config, known)
         parser.set_defaults(**recipe)
         for action in parser._actions:
             action.required = action.required and action.dest not in recipe
-    arguments, namespace = parser.parse_args_into_dataclasses(argv)
-    return arguments, namespace.json
+    *arguments, namespace = parser.parse_args_into_dataclasses(argv)
+    return *arguments, namespace.json
 
 
 def read_recipe(path: str, known: set[str]) -> dict[str, Any]:

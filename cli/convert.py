@@ -1,18 +1,20 @@
-"""``osprey convert BACKBONE --target TARGET --out DIR``: stage 3."""
+"""``osprey convert BACKBONE --target TARGET --out DIR``: stage 3, a backbone turned into an untrained drafter."""
 
 import json
 
-from transformers import HfArgumentParser
-
+from osprey.cli.arguments import parse
+from osprey.cli.targets import find_model, resolve_target
+from osprey.train.checkpoints import public_name
 from osprey.train.convert import ConvertArguments, convert
 
 
 def main(argv: list[str]) -> int:
-    parser = HfArgumentParser(ConvertArguments, prog="osprey convert", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    arguments, namespace = parser.parse_args_into_dataclasses(["--backbone", *argv] if _positional(argv) else argv)
+    arguments, as_json = parse(ConvertArguments, argv, "osprey convert", __doc__, positional="backbone")
+    arguments.target_name = arguments.target_name or public_name(arguments.target)
+    arguments.target = resolve_target(arguments.target)
+    arguments.backbone = find_model("backbone", arguments.backbone)
     record = convert(arguments)
-    if namespace.json:
+    if as_json:
         print(json.dumps(record, ensure_ascii=False))
         return 0
     print(f"{arguments.out}: {record['backbone']} for {record['target']}, taps {record['target_layer_ids']}")
@@ -21,7 +23,3 @@ def main(argv: list[str]) -> int:
         covered = ", ".join(f"{name} {share:.1%}" for name, share in record["shortlist"]["response_coverage"].items())
         print(f"draft vocabulary: {record['shortlist']['size']} ids; response tokens covered: {covered}")
     return 0
-
-
-def _positional(argv: list[str]) -> bool:
-    return bool(argv) and not argv[0].startswith("-")

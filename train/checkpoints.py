@@ -67,3 +67,8 @@ def versions() -> dict[str, str]:
 def file_sha256(path: str | Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def public_name(name_or_path: str) -> str:
+    """A Hub id as it is; of a local folder only its name, since where it lies on this machine means nothing else."""
+    return Path(name_or_path).resolve().name if Path(name_or_path).exists() else name_or_path

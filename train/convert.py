@@ -4,13 +4,8 @@ Needs the target's config and tokenizer, not its weights. The drafter computes e
 whatever context it is given, because the context half of every widened projection starts at zero.
 """
 
-import json
-import os
-import shutil
-import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +16,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from osprey.modeling.configuration_osprey import OspreyConfig, default_target_layer_ids
 from osprey.modeling.modeling_osprey import OspreyDrafterForCausalLM
 from osprey.train.align import align_vocabularies, load_tokenizer
-from osprey.train.features import file_sha256, read_rows
+from osprey.train.checkpoints import (
+    TRAINING_FILE,
+    atomic_folder,
+    file_sha256,
+    provenance,
+    public_name,
+    versions,
+    write_json,
+)
+from osprey.train.data import check_file
+from osprey.train.features import read_rows
 
 SUPPORTED_BACKBONES = ("llama", "qwen2", "qwen3")
-TRAINING_FILE = "training.json"
 
 
 @dataclass
@@ -54,50 +58,50 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
         ValueError: the family is unknown, the taps are out of range, or the files do not fit together.
         OSError: the folder exists.
     """
-    out = Path(arguments.out)
-    if out.exists() and not arguments.overwrite:
-        raise FileExistsError(f"{out} exists already: choose another --out, or give --overwrite to replace it.")
-    target_config = AutoConfig.from_pretrained(arguments.target).get_text_config()
-    backbone_config = AutoConfig.from_pretrained(arguments.backbone)
-    if backbone_config.model_type not in SUPPORTED_BACKBONES:
-        raise ValueError(
-            f"The backbone {arguments.backbone} is of family {backbone_config.model_type!r}, but only "
-            f"{', '.join(SUPPORTED_BACKBONES)} blocks can be widened: choose a backbone of one of these."
-        )
-    target_tokenizer = load_tokenizer(arguments.target)
-    config = drafter_config(backbone_config, target_config, target_tokenizer, arguments)
+    with atomic_folder(arguments.out, arguments.overwrite) as work:
+        target_config = AutoConfig.from_pretrained(arguments.target).get_text_config()
+        backbone_config = AutoConfig.from_pretrained(arguments.backbone)
+        if backbone_config.model_type not in SUPPORTED_BACKBONES:
+            raise ValueError(
+                f"The backbone {arguments.backbone} is of family {backbone_config.model_type!r}, but only "
+                f"{', '.join(SUPPORTED_BACKBONES)} blocks can be widened: choose a backbone of one of these."
+            )
+        target_tokenizer = load_tokenizer(arguments.target)
+        config = drafter_config(backbone_config, target_config, target_tokenizer, arguments)
 
-    shortlist, shortlist_record = None, None
-    if arguments.draft_vocab_size is not None:
-        counts = count_tokens(target_tokenizer, arguments.frequencies, arguments.response_weight)
-        shortlist = choose_shortlist(counts, arguments.draft_vocab_size, target_config.vocab_size, target_tokenizer)
-        shortlist_record = {
-            "size": len(shortlist),
-            "files": [{"file": Path(path).name, "sha256": file_sha256(path)} for path in arguments.frequencies],
-            "response_weight": arguments.response_weight,
-            "response_coverage": coverage(counts.responses, shortlist),
+        shortlist, shortlist_record = None, None
+        if arguments.draft_vocab_size is not None:
+            counts = count_tokens(target_tokenizer, arguments.frequencies, arguments.response_weight)
+            size = arguments.draft_vocab_size
+            shortlist = choose_shortlist(counts, size, target_config.vocab_size, target_tokenizer)
+            shortlist_record = {
+                "size": size,
+                "files": [{"file": Path(path).name, "sha256": file_sha256(path)} for path in arguments.frequencies],
+                "response_weight": arguments.response_weight,
+                "response_coverage": coverage(counts.responses, shortlist),
+            }
+
+        backbone = AutoModelForCausalLM.from_pretrained(arguments.backbone, dtype=torch.float32)
+        alignment = align_vocabularies(load_tokenizer(arguments.backbone), target_tokenizer)
+        drafter = OspreyDrafterForCausalLM(config)
+        state = convert_state_dict(backbone, drafter, alignment, shortlist)
+        drafter.load_state_dict(state)
+        if shortlist is not None:
+            drafter.set_draft_ids(shortlist)
+        drafter.generation_config.update(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id)
+
+        record = {
+            "stage": "convert",
+            "backbone": config.backbone,
+            "target": config.target,
+            "target_layer_ids": config.target_layer_ids,
+            "alignment": alignment.counts(),
+            "shortlist": shortlist_record,
+            "versions": versions(),
         }
-
-    backbone = AutoModelForCausalLM.from_pretrained(arguments.backbone, dtype=torch.float32)
-    alignment = align_vocabularies(load_tokenizer(arguments.backbone), target_tokenizer)
-    drafter = OspreyDrafterForCausalLM(config)
-    state = convert_state_dict(backbone, drafter, alignment, shortlist)
-    drafter.load_state_dict(state)
-    if shortlist is not None:
-        drafter.set_draft_ids(shortlist)
-    drafter.generation_config.update(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id)
-
-    record = {
-        "stage": "convert",
-        "backbone": config.backbone,
-        "backbone_training": read_training_record(arguments.backbone),
-        "target": config.target,
-        "target_layer_ids": config.target_layer_ids,
-        "alignment": alignment.counts(),
-        "shortlist": shortlist_record,
-        "versions": versions(),
-    }
-    save_drafter(drafter, target_tokenizer, record, out)
+        drafter.save_pretrained(work)
+        target_tokenizer.save_pretrained(work)
+        write_json(work / TRAINING_FILE, {"stages": [*provenance(arguments.backbone), record]})
     return record
 
 
@@ -198,7 +202,7 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, files: list[str], response_
     total: Counter[int] = Counter()
     responses: dict[str, Counter[int]] = {}
     for path in files:
-        rows = list(read_rows(path))
+        rows = list(read_rows(check_file(Path(path))))
         texts = [row.get("response", row.get("text")) for row in rows]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{path} has a row with neither a text `response` nor a `text`.")
@@ -248,41 +252,3 @@ def coverage(responses: dict[str, Counter[int]], shortlist: Tensor) -> dict[str,
         for language, counts in sorted(responses.items(), key=lambda item: -item[1].total()) + [("all", everything)]
         if counts
     }
-
-
-def save_drafter(
-    drafter: OspreyDrafterForCausalLM, tokenizer: PreTrainedTokenizerBase, record: dict[str, Any], out: Path
-) -> None:
-    """Writes a drafter folder with the target's tokenizer and `training.json`; whole, or not at all."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        drafter.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        (temporary / TRAINING_FILE).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-        os.chmod(temporary, 0o755)
-        if out.exists():
-            previous = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
-            os.replace(out, previous / out.name)
-            os.replace(temporary, out)
-            shutil.rmtree(previous)
-        else:
-            os.replace(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def public_name(name_or_path: str) -> str:
-    """A Hub id as it is; of a local folder only the last part, since paths of one machine mean nothing elsewhere."""
-    return Path(name_or_path).resolve().name if Path(name_or_path).exists() else name_or_path
-
-
-def read_training_record(folder: str) -> dict[str, Any] | None:
-    """The `training.json` of a local folder, if it has one."""
-    path = Path(folder) / TRAINING_FILE
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that decide what is computed."""
-    return {name: version(name) for name in ("osprey-drafter", "torch", "transformers", "tokenizers")}

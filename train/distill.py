@@ -1,24 +1,21 @@
 """Stage 4: train the drafter to match its target's distribution, unrolled over the draft steps."""
 
-import hashlib
 import json
 import math
 import os
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import get_last_checkpoint
 
 from osprey.modeling.modeling_osprey import OspreyDrafterForCausalLM
 from osprey.train.align import load_tokenizer
-from osprey.train.convert import read_training_record, save_drafter, versions
-from osprey.train.features import FeatureDataset
+from osprey.train.checkpoints import TRAINING_FILE, atomic_folder, provenance, versions, write_json
+from osprey.train.feature_data import EpochSampler, FeatureDataset, FeatureSubset, collate, split_rows
 from osprey.train.losses import normalised_head, normalised_teacher, soft_cross_entropy
 from osprey.train.muon import MuonAdamW
 from osprey.train.precision import autocast, use_bf16
@@ -85,11 +82,6 @@ class OspreyDistillationConfig(TrainingArguments):
         super().__post_init__()
 
 
-def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Right-pads items of a `FeatureDataset` to their longest; padding is zero everywhere."""
-    return {name: nn.utils.rnn.pad_sequence([item[name] for item in items], batch_first=True) for name in items[0]}
-
-
 class OspreyDistillationTrainer(Trainer):
     """Distils an `OspreyDrafterForCausalLM` on `FeatureDataset` rows of its target."""
 
@@ -128,16 +120,21 @@ class OspreyDistillationTrainer(Trainer):
             self.optimizer = MuonAdamW(self.model, args.learning_rate, args.other_learning_rate, betas, fused=True)
         return self.optimizer
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> LengthGroupedSampler:
+    def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         rows = self.args.train_batch_size * self.args.gradient_accumulation_steps
-        generator = torch.Generator().manual_seed(self.args.data_seed or self.args.seed)
-        return LengthGroupedSampler(rows, lengths=self.train_dataset.lengths(), generator=generator)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return EpochSampler(rows, self.train_dataset.lengths(), seed)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         args = self.args
         chains = find_chains(inputs["response_mask"], args.unroll_steps, args.unroll_fraction)
         with autocast(args.precision, args.device.type):
             results = self.draft(inputs, chains, inputs["top1"], first_step_everywhere=True)
+        if not torch.isfinite(results.loss):
+            raise ValueError(
+                f"The loss of step {self.state.global_step + 1} is {float(results.loss)}: go on from the last "
+                f"checkpoint in {args.output_dir} with a lower learning rate."
+            )
         steps = torch.arange(args.unroll_steps, device=results.row_step.device)
         counts = (results.row_step[:, None] == steps).sum(0)  # [K]
         self._track("step_loss", results.sums(results.losses), counts)
@@ -272,30 +269,6 @@ def pooled(rows: list[list[int]]) -> float:
     return sum(map(sum, rows)) / rounds if rounds else math.nan
 
 
-class FeatureSubset(torch.utils.data.Subset):
-    """Some rows of a `FeatureDataset`."""
-
-    def __init__(self, features: FeatureDataset, indices: list[int]):
-        super().__init__(features, indices)
-        self.features = features
-        self.rows = [features.rows[i] for i in indices]
-
-    def lengths(self) -> list[int]:
-        return [row["length"] for row in self.rows]
-
-
-def split_rows(features: FeatureDataset, held_out_percent: int) -> tuple[FeatureSubset, FeatureSubset]:
-    """Training rows, and held-out rows chosen by the hash of the prompt's id; of these only greedy ones are used."""
-    train, held_out = [], []
-    for index, row in enumerate(features.rows):
-        bucket = int(hashlib.sha1(str(row["id"]).encode()).hexdigest(), 16) % 100
-        if bucket >= held_out_percent:
-            train.append(index)
-        elif not row["temperature"]:
-            held_out.append(index)
-    return FeatureSubset(features, train), FeatureSubset(features, held_out)
-
-
 def refuse_other_target(drafter: OspreyDrafterForCausalLM, features: FeatureDataset) -> None:
     """Raises `ValueError` if the features come from a target of another shape or from other taps."""
     pairs = {
@@ -319,38 +292,36 @@ def distill(arguments: DistillArguments, config: OspreyDistillationConfig) -> di
         ValueError: drafter and features do not fit, or the loss is not finite.
         OSError: the folder exists.
     """
-    out = Path(arguments.out)
-    if out.exists() and not arguments.overwrite:
-        raise FileExistsError(f"{out} exists already: choose another --out, or give --overwrite to replace it.")
-    drafter = OspreyDrafterForCausalLM.from_pretrained(arguments.drafter, dtype=torch.float32)
-    features = FeatureDataset(arguments.features)
-    train, held_out = split_rows(features, arguments.held_out_percent)
-    if not train.rows:
-        raise ValueError("No row is left to train on: lower --held_out_percent or give more features.")
-    if not held_out.rows:
-        config.eval_strategy = "no"
-    trainer = OspreyDistillationTrainer(drafter, config, train, held_out if held_out.rows else None)
+    with atomic_folder(arguments.out, arguments.overwrite) as work:
+        drafter = OspreyDrafterForCausalLM.from_pretrained(arguments.drafter, dtype=torch.float32)
+        tokenizer = load_tokenizer(arguments.drafter)
+        features = FeatureDataset(arguments.features)
+        train, held_out = split_rows(features, arguments.held_out_percent)
+        if not train.rows:
+            raise ValueError("No row is left to train on: lower --held_out_percent or give more features.")
+        if not held_out.rows:
+            config.eval_strategy = "no"
+        trainer = OspreyDistillationTrainer(drafter, config, train, held_out if held_out.rows else None)
 
-    checkpoint = get_last_checkpoint(config.output_dir) if os.path.isdir(config.output_dir) else None
-    start = time.perf_counter()
-    result = trainer.train(resume_from_checkpoint=checkpoint)
-    metrics = trainer.evaluate() if held_out.rows else {}
-    record = {
-        "stage": "distill",
-        "start": read_training_record(arguments.drafter),
-        "features": features.settings | {"data": features.sources},
-        "rows": {"train": len(train.rows), "held_out": len(held_out.rows)},
-        "train_tokens_per_epoch": sum(train.lengths()),
-        "recipe": recipe(config),
-        "seed": config.seed,
-        "steps": trainer.state.global_step,
-        "epochs": round(trainer.state.epoch or 0.0, 3),
-        "wall_seconds": round(time.perf_counter() - start, 1),
-        "train_loss": result.training_loss,
-        "held_out": metrics,
-        "versions": versions(),
-    }
-    save_drafter(drafter, load_tokenizer(arguments.drafter), record, out)
+        checkpoint = get_last_checkpoint(config.output_dir) if os.path.isdir(config.output_dir) else None
+        start = time.perf_counter()
+        result = trainer.train(resume_from_checkpoint=checkpoint)
+        record = {
+            "stage": "distill",
+            "features": features.settings | {"data": features.sources},
+            "rows": {"train": len(train.rows), "held_out": len(held_out.rows)},
+            "tokens_per_epoch": sum(train.lengths()),
+            "recipe": recipe(config),
+            "steps": trainer.state.global_step,
+            "epochs": round(trainer.state.epoch or 0.0, 3),
+            "seconds": round(time.perf_counter() - start, 1),
+            "train_loss": result.training_loss,
+            "held_out": trainer.evaluate() if held_out.rows else {},
+            "versions": versions(),
+        }
+        drafter.save_pretrained(work)
+        tokenizer.save_pretrained(work)
+        write_json(work / TRAINING_FILE, {"stages": [*provenance(arguments.drafter), record]})
     return record
 
 
@@ -359,6 +330,15 @@ def recipe(config: OspreyDistillationConfig) -> dict[str, Any]:
     names = (
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_grad_norm", "weight_decay", "adam_beta1"),
         *("adam_beta2", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
-        *("unroll_steps", "unroll_decay", "unroll_fraction", "freeze_embeddings", "precision", "bf16"),
+        *(
+            "unroll_steps",
+            "unroll_decay",
+            "unroll_fraction",
+            "freeze_embeddings",
+            "precision",
+            "bf16",
+            "seed",
+            "other_learning_rate",
+        ),
     )
     return json.loads(json.dumps({name: getattr(config, name) for name in names}, default=str))

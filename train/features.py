@@ -11,7 +11,6 @@ A feature folder holds `features-00000.safetensors` …, `head.safetensors` (the
 """
 
 import gzip
-import hashlib
 import json
 import logging
 import os
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -30,6 +28,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from osprey.modeling.configuration_osprey import default_target_layer_ids
 from osprey.train.align import load_tokenizer
+from osprey.train.checkpoints import file_sha256, public_name, write_json
+from osprey.train.data import check_file
 from osprey.train.precision import autocast
 
 logger = logging.getLogger(__name__)
@@ -117,12 +117,14 @@ def prepare_features(arguments: FeatureArguments) -> Path:
         ValueError: bad rows, taps or settings, or the folder holds features of other settings.
     """
     folder = Path(arguments.features)
+    for path in arguments.data:
+        check_file(Path(path))
     tokenizer = load_tokenizer(arguments.target)
     if tokenizer.chat_template is None:
         raise ValueError(f"The target {arguments.target} has no chat template to put its responses in.")
     settings = {
         "format_version": FORMAT_VERSION,
-        "target": str(arguments.target),
+        "target": public_name(arguments.target),
         "data": [{"file": Path(path).name, "sha256": file_sha256(path)} for path in arguments.data],
         "max_length": arguments.max_length,
         "tokens_per_shard": arguments.tokens_per_shard,
@@ -168,11 +170,11 @@ def prepare_features(arguments: FeatureArguments) -> Path:
                 rows = [{**e.meta, "length": len(e.input_ids), "prompt_length": e.prompt_length} for e in shard]
                 _write_safetensors(tensors, folder / name, {"rows": json.dumps(rows)})
                 index["shards"][name] = {"rows": len(rows), "tokens": tokens, "sha256": file_sha256(folder / name)}
-                _write_json(index, folder / INDEX_FILE)
+                write_json(folder / INDEX_FILE, index)
                 done += tokens
             bar.update(tokens)
     index["complete"] = True
-    _write_json(index, folder / INDEX_FILE)
+    write_json(folder / INDEX_FILE, index)
     logger.info("%d new tokens in %.0f s, features in %s", done, time.perf_counter() - start, folder)
     return folder
 
@@ -276,68 +278,3 @@ def _write_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[st
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _write_json(content: dict[str, Any], path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False))
-    os.replace(temporary, path)
-
-
-def file_sha256(path: str | os.PathLike[str]) -> str:
-    """Hex SHA-256 of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class FeatureDataset(torch.utils.data.Dataset):
-    """Rows of one or more feature folders, read from disk as they are asked for.
-
-    An item has `input_ids` int64 `[T]`, `response_mask` `[T]`, `taps` `[T, 3H]`, `hidden` `[T, H]`, `logsumexp`
-    `[T]`, `top1` int64 `[T]`; `rows[i]` has its `id`, `language`, `temperature`, `finish`, `length`, `prompt_length`.
-
-    Raises:
-        ValueError: a folder is no finished feature folder, or folders differ in target or taps.
-    """
-
-    def __init__(self, folders: list[str | os.PathLike[str]]):
-        self.settings: dict[str, Any] = {}
-        self.sources: list[dict[str, Any]] = []
-        self.rows: list[dict[str, Any]] = []
-        self._places: list[tuple[Any, int, int]] = []
-        self.head_path = Path(folders[0]) / HEAD_FILE
-        for folder in map(Path, folders):
-            self._add_folder(folder)
-
-    def _add_folder(self, folder: Path) -> None:
-        path = folder / INDEX_FILE
-        if not path.exists():
-            raise ValueError(f"{folder} is not a feature folder (no {INDEX_FILE}): run `osprey distill --prepare`.")
-        index = json.loads(path.read_text())
-        if not index["complete"]:
-            raise ValueError(f"The features in {folder} are not finished: run `osprey distill --prepare` again.")
-        for key in ("target_layer_ids", "target_hidden_size", "target_vocab_size", "target_num_hidden_layers"):
-            if self.settings and self.settings[key] != index["settings"][key]:
-                raise ValueError(f"{folder} was made with another {key} than {self.head_path.parent}.")
-        self.settings = self.settings or index["settings"]
-        self.sources += index["settings"]["data"]
-        for name in index["shards"]:
-            shard = safe_open(folder / name, framework="pt")
-            begin = 0
-            for row in json.loads(shard.metadata()["rows"]):
-                self.rows.append(row)
-                self._places.append((shard, begin, begin + row["length"]))
-                begin += row["length"]
-
-    def head(self) -> Tensor:
-        """The target's head, `[V, H]` in the stored precision."""
-        with safe_open(self.head_path, framework="pt") as file:
-            return file.get_tensor("weight")
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        shard, begin, end = self._places[index]
-        item = {name: shard.get_slice(name)[begin:end] for name in shard.keys()}  # noqa: SIM118
-        return item | {"input_ids": item["input_ids"].long(), "top1": item["top1"].long()}

@@ -113,7 +113,7 @@ def test_shortlist(tmp_path, folders, capsys):
     drafter = OspreyDrafter.from_pretrained(tmp_path / "out")
     assert drafter.draft_ids.tolist() == sorted([tokenizer.eos_token_id, a, b, c])
     assert record["shortlist"]["response_coverage"] == {"en": 1.0, "de": 0.5, "all": round(5 / 6, 4)}
-    assert json.loads((tmp_path / "out" / "training.json").read_text()) == record
+    assert json.loads((tmp_path / "out" / "training.json").read_text()) == {"stages": [record]}
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == BYTES
     ids = torch.randint(3, BYTES, (1, 5))
     logits = drafter(ids).logits

@@ -11,7 +11,8 @@ from tiny import tiny_target
 from transformers import AutoModelForCausalLM
 
 from osprey.train import features as module
-from osprey.train.features import FeatureArguments, FeatureDataset, prepare_features, tokenize_response
+from osprey.train.feature_data import FeatureDataset
+from osprey.train.features import FeatureArguments, prepare_features, tokenize_response
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 
