@@ -16,7 +16,7 @@ DRAWS, TRANSITIONS = 400, 800  # enough for the deliberately broken samplers at 
 SIGNIFICANCE = 1e-4  # seeds are fixed; this is the share of torch versions whose streams would fail by chance
 SETTINGS = {
     "temperature 1": {},
-    "temperature 0.6": {"temperature": 0.6},
+    "temperature 0.5": {"temperature": 0.5},
     "temperature 2": {"temperature": 2.0},
     "top-k": {"top_k": 3},
     "top-p": {"top_p": 0.7},
@@ -26,13 +26,24 @@ SETTINGS = {
 }
 
 
-def small_target(seed=0, **changes):
-    shape = {"vocab_size": V, "hidden_size": 16, "head_dim": 4, "num_hidden_layers": 4}
-    return tiny_target("llama", seed, **shape, initializer_range=0.6, **changes)
+def small_target(seed=0):
+    shape = {
+        "vocab_size": V,
+        "hidden_size": 16,
+        "head_dim": 4,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 1024,
+    }
+    target = tiny_target("untied", seed, **shape, initializer_range=0.6)
+    with torch.no_grad():
+        target.lm_head.weight *= 0.5  # no token certain, none impossible
+    return target
 
 
 def small_drafter(target, shortlist=None):
     drafter = tiny_drafter(target, 3, shortlist, num_hidden_layers=1, initializer_range=0.5)
+    with torch.no_grad():
+        drafter.lm_head.weight *= 0.4  # unsure, so that it proposes what the target may accept
     drafter.generation_config.num_assistant_tokens = 3
     return drafter
 
@@ -42,13 +53,10 @@ def sampling(**options) -> GenerationConfig:
 
 
 @torch.no_grad()
-def next_probabilities(target, ids, options, known={}):  # noqa: B006
-    """Exact distribution of the next token after `ids` (`[1, L]`), by transformers' own processors."""
-    key = (id(target), tuple(ids[0].tolist()), str(options))
-    if key not in known:
-        processors: LogitsProcessorList = target._get_logits_processor(sampling(**options), ids.shape[1])
-        known[key] = processors(ids, target(ids).logits[:, -1].float()).softmax(-1)[0].double()
-    return known[key]
+def next_probabilities(target, ids, options):
+    """Exact distribution of the next token after `ids` (`[1, L]`), by transformers' own processors, `[V]`."""
+    processors: LogitsProcessorList = target._get_logits_processor(sampling(**options), ids.shape[1])
+    return processors(ids, target(ids).logits[:, -1].float()).softmax(-1)[0].double()
 
 
 def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -80,21 +88,18 @@ def draw_sequences(target, drafter, options, draws, length, seed=0):
 
 
 def sequence_probabilities(target, options, length):
-    probabilities = []
-    for tail in product(range(V), repeat=length):
-        ids, probability = PROMPT, 1.0
-        for token in tail:
-            probability *= next_probabilities(target, ids, options)[token].item()
-            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
-            if probability == 0:
-                break
-        probabilities.append(probability)
-    return torch.tensor(probabilities, dtype=torch.double)
+    """Exact probability of every continuation of `length` tokens, `[V ** length]`, first token first."""
+    texts, probabilities = [PROMPT], torch.ones(1, dtype=torch.double)
+    for _ in range(length):
+        following = torch.stack([next_probabilities(target, ids, options) for ids in texts])  # [texts, V]
+        probabilities = (probabilities[:, None] * following).flatten()
+        texts = [torch.cat([ids, torch.tensor([[token]])], dim=1) for ids in texts for token in range(V)]
+    return probabilities
 
 
 @pytest.mark.parametrize(
     ("name", "shortlist"),
-    [("temperature 1", None), ("repetition penalty", None), ("repetition penalty", [0, 2, 3, 5])],
+    [("temperature 1", None), ("repetition penalty", [0, 2, 3, 5])],
 )
 def test_whole_sequences(name, shortlist):
     """Four tokens: the prefill's, then rounds of drafts in which every number of accepted tokens occurs."""
@@ -102,7 +107,7 @@ def test_whole_sequences(name, shortlist):
     expected = sequence_probabilities(target, SETTINGS[name], 4)
     assert abs(expected.sum().item() - 1) < 1e-6
     counts, rate = draw_sequences(target, small_drafter(target, shortlist), SETTINGS[name], DRAWS, 4)
-    assert 0.1 < rate < 0.95  # both branches of speculative sampling are exercised
+    assert 0.02 < rate < 0.95  # both branches of speculative sampling are exercised
     assert p_value(counts, expected) > SIGNIFICANCE
 
 
@@ -112,6 +117,8 @@ def chain_target():
     target = small_target()
     for layer in target.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+    with torch.no_grad():
+        target.lm_head.weight *= 0.6  # top-p leaves several states reachable
     return target
 
 
@@ -131,18 +138,22 @@ def transitions_p_value(target, counts, options) -> float:
     """One test over all states: the sum of independent chi-square statistics, by their p-values (Fisher)."""
     values = []
     for state in range(V):
-        if counts[state].sum() >= 30:
-            exact = next_probabilities(target, torch.tensor([[state]]), options)
+        exact = next_probabilities(target, torch.tensor([[state]]), options)
+        if (exact * counts[state].sum() >= 5).sum() >= 2:
             values.append(max(p_value(counts[state], exact), 1e-300))
+    assert len(values) >= 2  # the text goes through enough states to say something
     return float(chi2.sf(-2 * torch.tensor(values, dtype=torch.double).log().sum().item(), 2 * len(values)))
 
 
-@pytest.mark.parametrize("shortlist", [None, [0, 2, 3, 5]])
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "repetition penalty"])
+@pytest.mark.parametrize(
+    ("name", "shortlist"),
+    [(name, None) for name in SETTINGS if name != "repetition penalty"]
+    + [(name, [0, 2, 3, 5]) for name in ("temperature 0.5", "top-k", "top-p")],
+)
 def test_transitions(name, shortlist):
     target = chain_target()
     counts, rate = draw_transitions(target, small_drafter(target, shortlist), SETTINGS[name])
-    assert 0.1 < rate < 0.95
+    assert 0.02 < rate < 0.95
     assert transitions_p_value(target, counts, SETTINGS[name]) > SIGNIFICANCE
 
 
@@ -180,17 +191,24 @@ def broken_argmax(self, candidate_ids, draft_logits):
 
 
 def broken_raw_scores(self, candidate_ids, draft_logits):
-    """Sampled from the processed scores, returned with others."""
-    scores = self.logits_processor(candidate_ids, self.drafter.widen_logits(draft_logits.float()))
-    return torch.multinomial(scores.softmax(-1), 1), scores / 2, 1.0
+    """Sampled from the processed scores, but the unprocessed are returned."""
+    raw = self.drafter.widen_logits(draft_logits.float())
+    scores = self.logits_processor(candidate_ids, raw.clone())
+    return torch.multinomial(scores.softmax(-1), 1), raw, 1.0
 
 
-@pytest.mark.parametrize("broken", [broken_argmax, broken_raw_scores])
-def test_the_tests_above_would_notice(broken, monkeypatch):
+@pytest.mark.parametrize(
+    ("broken", "name"), [(broken_argmax, "temperature 1"), (broken_raw_scores, "temperature 0.5")]
+)
+def test_the_test_of_transitions_would_notice(broken, name, monkeypatch):
     monkeypatch.setattr(OspreyCandidateGenerator, "choose", broken)
     target = chain_target()
-    counts, _ = draw_transitions(target, small_drafter(target), {})
-    assert transitions_p_value(target, counts, {}) < SIGNIFICANCE / 100
+    counts, _ = draw_transitions(target, small_drafter(target), SETTINGS[name])
+    assert transitions_p_value(target, counts, SETTINGS[name]) < SIGNIFICANCE
+
+
+def test_the_test_of_sequences_would_notice(monkeypatch):
+    monkeypatch.setattr(OspreyCandidateGenerator, "choose", broken_argmax)
     target = small_target()
     counts, _ = draw_sequences(target, small_drafter(target), {}, DRAWS, 4)
-    assert p_value(counts, sequence_probabilities(target, {}, 4)) < SIGNIFICANCE / 100
+    assert p_value(counts, sequence_probabilities(target, {}, 4)) < SIGNIFICANCE
