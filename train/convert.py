@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from osprey.modeling.configuration_osprey import OspreyConfig, default_target_layer_ids
 from osprey.modeling.modeling_osprey import OspreyDrafterForCausalLM
-from osprey.train.align import align_vocabularies, load_tokenizer
+from osprey.train.align import VocabularyAlignment, align_vocabularies, load_tokenizer
 from osprey.train.checkpoints import (
     TRAINING_FILE,
     atomic_folder,
@@ -47,6 +47,9 @@ class ConvertArguments:
         metadata={"help": ".jsonl or .jsonl.gz files whose `response` (else `text`) tokens choose the shortlist"},
     )
     response_weight: float = field(default=30.0, metadata={"help": "a response token counts this many text tokens"})
+    ctx_norm_weight: float | None = field(
+        default=None, metadata={"help": "start of every weight of `ctx_norm` (default: those of `input_layernorm`)"}
+    )
     untie: bool = field(default=False, metadata={"help": "give the drafter its own head instead of a tied one"})
     overwrite: bool = field(default=False, metadata={"help": "replace the folder if it exists"})
 
@@ -84,7 +87,7 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
         backbone = AutoModelForCausalLM.from_pretrained(arguments.backbone, dtype=torch.float32)
         alignment = align_vocabularies(load_tokenizer(arguments.backbone), target_tokenizer)
         drafter = OspreyDrafterForCausalLM(config)
-        state = convert_state_dict(backbone, drafter, alignment, shortlist)
+        state = convert_state_dict(backbone, drafter, alignment, shortlist, arguments.ctx_norm_weight)
         drafter.load_state_dict(state)
         if shortlist is not None:
             drafter.set_draft_ids(shortlist)
@@ -96,6 +99,7 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
             "target": config.target,
             "target_layer_ids": config.target_layer_ids,
             "alignment": alignment.counts(),
+            "ctx_norm_weight": arguments.ctx_norm_weight,
             "shortlist": shortlist_record,
             "versions": versions(),
         }
@@ -153,9 +157,17 @@ def drafter_config(
 
 
 def convert_state_dict(
-    backbone: PreTrainedModel, drafter: OspreyDrafterForCausalLM, alignment, shortlist: Tensor | None
+    backbone: PreTrainedModel,
+    drafter: OspreyDrafterForCausalLM,
+    alignment: VocabularyAlignment,
+    shortlist: Tensor | None,
+    ctx_norm_weight: float | None = None,
 ) -> dict[str, Tensor]:
-    """The drafter's weights: the backbone's, with aligned tables and projections widened to `[0 | W]`."""
+    """The drafter's weights: the backbone's, with aligned tables and projections widened to `[0 | W]`.
+
+    `ctx_norm` may start from a constant instead of `input_layernorm`: the first one of SmolLM2 has a median weight of
+    0.006, which would let hardly anything of the context through.
+    """
     source = backbone.state_dict()
     vocab_size = drafter.config.vocab_size
     state = {
@@ -175,7 +187,8 @@ def convert_state_dict(
             tensor = torch.cat([torch.zeros_like(tensor), tensor], dim=1)  # [out, 2h]: [context | x]
         state[name] = tensor
         if name.endswith(".input_layernorm.weight"):
-            state[name.replace("input_layernorm", "ctx_norm")] = tensor.clone()
+            ctx_norm = tensor.clone() if ctx_norm_weight is None else torch.full_like(tensor, ctx_norm_weight)
+            state[name.replace("input_layernorm", "ctx_norm")] = ctx_norm
 
     # The deepest tap's block is copied as it is, so that the context starts as that layer's output.
     hidden_size, target_hidden_size = drafter.config.hidden_size, drafter.config.target_hidden_size

@@ -85,6 +85,19 @@ def test_function_is_preserved_and_gradients_arrive(tmp_path, folders, family, c
     assert drafter.fc.weight.grad.abs().max() > 0
 
 
+def test_ctx_norm_may_start_from_a_constant(tmp_path, folders):
+    backbone, target = folders("llama")
+    convert(arguments(tmp_path, ctx_norm_weight=0.1))
+    drafter = OspreyDrafter.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(layer.ctx_norm.weight, torch.full((32,), 0.1)) for layer in drafter.layers)
+    ids = torch.randint(3, BYTES, (1, 9))
+    context = torch.randn(1, 9, backbone.config.hidden_size)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            drafter(ids, context).logits[..., :BYTES], backbone(ids).logits, rtol=1e-4, atol=1e-4
+        )
+
+
 def test_shortlist(tmp_path, folders, capsys):
     backbone, _ = folders("llama", tie_word_embeddings=True)
     tokenizer = bytes_tokenizer()
