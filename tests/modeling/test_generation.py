@@ -39,7 +39,7 @@ def both(target, drafter, prompt, monkeypatch=None, rate=0.8, seed=0, log=None, 
 @pytest.mark.parametrize("family", TARGET_CONFIGS)
 def test_greedy_text_is_the_target_s_own(family, shortlist, monkeypatch):
     accepted, rejected = 0, 0
-    for seed in range(3):
+    for seed in range(2):
         target = tiny_target(family, seed)
         drafter = tiny_drafter(target, seed, shortlist)
         for rate in (0.0, 0.6, 0.95):
@@ -51,12 +51,13 @@ def test_greedy_text_is_the_target_s_own(family, shortlist, monkeypatch):
             rejected += sum(drafted - right for drafted, right in rounds)
             # The prefill emits one token, each round what it accepted and the bonus token.
             assert 1 + sum(right + 1 for _, right in rounds) == plain.shape[1] - prompt.shape[1]
-    assert accepted > 30 and rejected > 30
+    assert accepted > 20 and rejected > 20
 
 
-@pytest.mark.parametrize("shortlist", [None, SHORTLIST])
-@pytest.mark.parametrize("rate", [0.0, 0.6, 0.95])
-@pytest.mark.parametrize("family", TARGET_CONFIGS)
+@pytest.mark.parametrize("rate", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("family", "shortlist"), [("llama", SHORTLIST)] + [(family, None) for family in TARGET_CONFIGS]
+)
 def test_drafts_follow_the_definition(family, rate, shortlist, monkeypatch):
     """Contexts, positions, keys and values after every mix of accepted and rejected drafts."""
     target = tiny_target(family)
@@ -140,7 +141,7 @@ def test_few_new_tokens(max_new_tokens, monkeypatch):
     assert len(rounds) == {1: 0, 2: 1, 3: 1, 7: 1}[max_new_tokens]
 
 
-@pytest.mark.parametrize("max_length", range(12, 22))
+@pytest.mark.parametrize("max_length", range(12, 19))
 def test_max_length_inside_a_draft(max_length, monkeypatch):
     target = tiny_target()
     plain, assisted, _ = both(
@@ -149,7 +150,7 @@ def test_max_length_inside_a_draft(max_length, monkeypatch):
     assert torch.equal(plain, assisted) and assisted.shape[1] == max_length
 
 
-@pytest.mark.parametrize("place", range(1, 9))
+@pytest.mark.parametrize("place", range(1, 8))
 def test_eos_inside_a_draft(place, monkeypatch):
     """The text ends with the end token wherever in a draft it falls, also as one of several end tokens."""
     target = tiny_target()
