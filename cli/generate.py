@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from osprey.cli.targets import DEFAULT_TARGET, find_model, resolve_target
 from osprey.eval.prompts import Prompt, load_prompts
+from osprey.train.checkpoints import public_name
 
 if TYPE_CHECKING:
     import torch
@@ -240,8 +241,8 @@ def settings_of(pair: Pair, arguments: argparse.Namespace) -> dict[str, Any]:
     own = pair.drafter.generation_config
     threshold = own.assistant_confidence_threshold
     return {
-        "target": arguments.target,
-        "drafter": arguments.drafter or DEFAULT_DRAFTER,
+        "target": public_name(arguments.target),
+        "drafter": public_name(arguments.drafter or DEFAULT_DRAFTER),
         "device": str(pair.target.device),
         "weights": pair.weights,
         "threads": torch.get_num_threads(),

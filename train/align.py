@@ -72,7 +72,7 @@ class VocabularyAlignment:
         return table.to(rows.dtype)
 
 
-def load_tokenizer(name_or_path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
+def load_tokenizer(name_or_path: str | os.PathLike[str], revision: str | None = None) -> PreTrainedTokenizerFast:
     """Loads a fast tokenizer from a Hub id, a folder, or a ``tokenizer.json`` file.
 
     Raises:
@@ -81,7 +81,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> PreTrainedTokenizerF
     if Path(name_or_path).is_file():
         return PreTrainedTokenizerFast(tokenizer_file=str(name_or_path))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path))
+        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), revision=revision or "main")
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"No tokenizer could be loaded from '{name_or_path}': {reason}") from error

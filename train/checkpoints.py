@@ -71,4 +71,5 @@ def file_sha256(path: str | Path) -> str:
 
 def public_name(name_or_path: str) -> str:
     """A Hub id as it is; of a local folder only its name, since where it lies on this machine means nothing else."""
-    return Path(name_or_path).resolve().name if Path(name_or_path).exists() else name_or_path
+    path = Path(name_or_path).expanduser()
+    return path.resolve().name if path.exists() else name_or_path

@@ -62,14 +62,16 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
         OSError: the folder exists.
     """
     with atomic_folder(arguments.out, arguments.overwrite) as work:
-        target_config = AutoConfig.from_pretrained(arguments.target).get_text_config()
+        target_config = AutoConfig.from_pretrained(
+            arguments.target, revision=arguments.target_revision or "main"
+        ).get_text_config()
         backbone_config = AutoConfig.from_pretrained(arguments.backbone)
         if backbone_config.model_type not in SUPPORTED_BACKBONES:
             raise ValueError(
                 f"The backbone {arguments.backbone} is of family {backbone_config.model_type!r}, but only "
                 f"{', '.join(SUPPORTED_BACKBONES)} blocks can be widened: choose a backbone of one of these."
             )
-        target_tokenizer = load_tokenizer(arguments.target)
+        target_tokenizer = load_tokenizer(arguments.target, arguments.target_revision)
         config = drafter_config(backbone_config, target_config, target_tokenizer, arguments)
 
         shortlist, shortlist_record = None, None

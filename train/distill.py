@@ -18,8 +18,10 @@ from osprey.train.checkpoints import TRAINING_FILE, atomic_folder, provenance, v
 from osprey.train.feature_data import EpochSampler, FeatureDataset, FeatureSubset, collate, split_rows
 from osprey.train.losses import normalised_head, normalised_teacher, soft_cross_entropy
 from osprey.train.muon import MuonAdamW
-from osprey.train.precision import autocast, use_bf16
+from osprey.train.precision import autocast, refuse_many_devices, use_bf16
 from osprey.train.unroll import Chains, accepted_lengths, find_chains, unroll, walk_rounds
+
+TRAINER_DEFAULT_OUTPUT = "trainer_output"  # what TrainingArguments makes of None
 
 
 @dataclass
@@ -49,7 +51,9 @@ class OspreyDistillationConfig(TrainingArguments):
         precision: `auto`, `bf16` (autocast) or `fp32`; loss and softmax are fp32 always.
     """
 
-    output_dir: str | None = field(default="distill-checkpoints")
+    output_dir: str | None = field(
+        default=None, metadata={"help": "checkpoints, kept to go on from (default: OUT.run)"}
+    )
     learning_rate: float = field(default=2e-3)
     lr_scheduler_type: str = field(default="cosine")
     warmup_steps: float = field(default=0.04)
@@ -80,6 +84,7 @@ class OspreyDistillationConfig(TrainingArguments):
         self.use_cpu = self.use_cpu or not torch.cuda.is_available()
         self.bf16 = use_bf16(self.precision, "cpu" if self.use_cpu else "cuda")
         super().__post_init__()
+        refuse_many_devices(self)  # the unrolled steps call the drafter past a DDP wrapper: gradients would not meet
 
 
 class OspreyDistillationTrainer(Trainer):
@@ -301,6 +306,8 @@ def distill(arguments: DistillArguments, config: OspreyDistillationConfig) -> di
             raise ValueError("No row is left to train on: lower --held_out_percent or give more features.")
         if not held_out.rows:
             config.eval_strategy = "no"
+        if config.output_dir == TRAINER_DEFAULT_OUTPUT:  # a run must not go on from another drafter's
+            config.output_dir = f"{arguments.out}.run"
         trainer = OspreyDistillationTrainer(drafter, config, train, held_out if held_out.rows else None)
 
         checkpoint = get_last_checkpoint(config.output_dir) if os.path.isdir(config.output_dir) else None

@@ -29,8 +29,7 @@ class ChunkedSoftCrossEntropy(torch.autograd.Function):
                 p = (teacher[piece].to(dtype) @ teacher_head.T).float().exp_()  # [C, D]
                 logits = (x @ weight.T).float()  # [C, D]
                 highest = logits.amax(-1, keepdim=True)  # [C, 1]
-                label = labels[piece, None]
-                hits[piece] = ((logits.gather(1, label.clamp(min=0)) == highest) & (label >= 0))[:, 0]
+                hits[piece] = logits.argmax(-1) == labels[piece]  # one choice among ties, as drafting makes; never -1
                 mass = p.sum(-1)  # [C]
                 expected = torch.linalg.vecdot(p, logits)  # [C], sum_v p(v) logit(v)
                 q = logits.sub_(highest).exp_()  # [C, D], not yet normalised

@@ -13,19 +13,19 @@ from torch.optim import AdamW, Muon
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """One optimizer of two: `matrix_lr` for every 2-d weight of a linear layer, `other_lr` for the other parameters.
+    """One optimizer of two: `matrix_lr` for `fc` and the matrices of the blocks, `other_lr` for the other parameters.
 
     The size of Muon's steps is matched to AdamW's (`match_rms_adamw`), so that `matrix_lr` reads like an AdamW rate.
-    Norm weights and embeddings go with `other_lr`: SmolLM2's first norm weighs 0.006 in the median, and a step of a
-    matrix's size would overturn it. Neither decays weights.
+    Norm weights, embedding and head go with `other_lr`: SmolLM2's first norm weighs 0.006 in the median, and a step of
+    a matrix's size would overturn it. Neither decays weights.
     """
 
     def __init__(self, model: nn.Module, matrix_lr: float, other_lr: float, betas: tuple[float, float], fused: bool):
         matrices, others = [], []
-        for module in model.modules():
-            for parameter in module.parameters(recurse=False):
-                if parameter.requires_grad:
-                    (matrices if isinstance(module, nn.Linear) and parameter.ndim == 2 else others).append(parameter)
+        for name, parameter in model.named_parameters():  # a tied head comes once, as the embedding
+            if parameter.requires_grad:
+                is_matrix = parameter.ndim == 2 and name.startswith(("fc.", "layers."))
+                (matrices if is_matrix else others).append(parameter)
         self.parts = [
             Muon(matrices, lr=matrix_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
             AdamW(others, lr=other_lr, betas=betas, weight_decay=0.0, fused=fused),

@@ -40,7 +40,7 @@ from osprey.train.checkpoints import (
 from osprey.train.data import PackedRows, check_file, parse_sources
 from osprey.train.linear_loss import SampledVocabulary, use_linear_cross_entropy
 from osprey.train.perplexity import held_out_losses, perplexities
-from osprey.train.precision import use_bf16
+from osprey.train.precision import refuse_many_devices, use_bf16
 from osprey.train.prune import load_config
 
 logger = logging.getLogger(__name__)
@@ -197,6 +197,7 @@ def make_trainer(
         report_to="none",
         disable_tqdm=True,
     )
+    refuse_many_devices(settings)
     trainer = Trainer(model, settings, train_dataset=rows, data_collator=default_data_collator)
     # One line a log instead of the Trainer's dictionaries; and the data position in every checkpoint.
     trainer.remove_callback(PrinterCallback)

@@ -101,6 +101,6 @@ def walk_rounds(accepted: list[int]) -> list[int]:
     """
     emitted, position = [], 0
     while position < len(accepted):
-        emitted.append(accepted[position] + 1)
+        emitted.append(min(accepted[position] + 1, len(accepted) - position))  # nothing follows the response
         position += emitted[-1]
     return emitted

@@ -111,6 +111,7 @@ def test_accepted_lengths_and_rounds():
     assert accepted_lengths(correct).tolist() == [2, 0, 4]
     # Round 1 at state 0 emits 3 tokens, the next starts at state 3.
     assert walk_rounds([2, 9, 9, 0, 1, 9]) == [3, 1, 2]
+    assert walk_rounds([3, 2, 1]) == [3]  # the draft would go on, the response does not
 
 
 @pytest.mark.parametrize("chunk", [3, 100])
