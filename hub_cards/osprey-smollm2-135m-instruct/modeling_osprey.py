@@ -1,0 +1,342 @@
+"""The Osprey drafter: a few decoder blocks whose Q, K and V also read the target's hidden states.
+
+Sizes in the comments: B batch, T positions, S cached + new positions, h drafter hidden, H target hidden, V target
+vocabulary, D draft vocabulary (D = V without a shortlist).
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.utils import ModelOutput
+
+from .configuration_osprey import OspreyConfig
+from .generation_osprey import OspreyCandidateGenerator, install
+
+
+@dataclass
+class OspreyOutput(ModelOutput):
+    """
+    Args:
+        logits (`[B, T, V]`): scores for the token two positions on (see [`OspreyDrafterForCausalLM`]), `-inf` outside
+            the draft vocabulary.
+        last_hidden_state (`[B, T, h]`): the last block's output before the final norm, which is the context of the
+            next draft step.
+        cache: the drafter's own keys and values.
+    """
+
+    logits: torch.FloatTensor | None = None
+    last_hidden_state: torch.FloatTensor | None = None
+    cache: Cache | None = None
+
+
+class OspreyAttention(nn.Module):
+    """Grouped-query attention over `[context | x]`: each projection is twice as wide as the backbone's."""
+
+    def __init__(self, config: OspreyConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+
+        in_features = 2 * config.hidden_size
+        query_features = config.num_attention_heads * self.head_dim
+        kv_features = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(in_features, query_features, bias=config.attention_bias)
+        self.k_proj = nn.Linear(in_features, kv_features, bias=config.attention_bias)
+        self.v_proj = nn.Linear(in_features, kv_features, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_features, config.hidden_size, bias=config.attention_output_bias)
+        self.q_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [B, T, 2h]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        batch, length = hidden_states.shape[:2]
+        shape = (batch, length, -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)  # [B, heads, T, head_dim]
+        key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)  # [B, kv heads, T, head_dim]
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)  # [B, kv heads, T, head_dim]
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)  # [B, kv heads, S, head_dim]
+
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        dropout = self.config.attention_dropout if self.training else 0.0
+        output, _ = attention(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling)
+        return self.o_proj(output.reshape(batch, length, -1))  # [B, T, h]
+
+
+class OspreyDecoderLayer(nn.Module):
+    """A backbone block with `Q, K, V = W · [ctx_norm(context) | input_layernorm(x)]`, W's left half zero at first."""
+
+    def __init__(self, config: OspreyConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = OspreyAttention(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.ctx_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [B, T, h]
+        context: torch.Tensor,  # [B, T, h]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        widened = torch.cat([self.ctx_norm(context), self.input_layernorm(hidden_states)], dim=-1)  # [B, T, 2h]
+        hidden_states = hidden_states + self.self_attn(widened, position_embeddings, attention_mask, cache)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))  # [B, T, h]
+
+
+class OspreyPreTrainedModel(PreTrainedModel):
+    config_class = OspreyConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = False  # recomputing a block would extend the cache of a training unroll twice
+    _no_split_modules = ["OspreyDecoderLayer"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+
+class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
+    """
+    An Osprey drafter: a shallow language model in its target's vocabulary that reads the target's hidden states.
+
+    Position `t` takes the embedding of token `t + 1` and the context of the target's state at `t`, and predicts token
+    `t + 2` (arXiv 2609.09338; the alignment is EAGLE's). Pass it to a target as `assistant_model`:
+
+    ```python
+    drafter = OspreyDrafterForCausalLM.from_pretrained("org/osprey-…")
+    target.generate(**inputs, assistant_model=drafter)
+    ```
+
+    The draft length is read from the drafter's own generation config, as for every assistant in transformers:
+    `drafter.generation_config.num_assistant_tokens` and `.assistant_confidence_threshold`.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
+
+    def __init__(self, config: OspreyConfig):
+        super().__init__(config)
+        if config.target_layer_ids is None:
+            raise ValueError(
+                "An Osprey drafter needs target_num_hidden_layers or target_layer_ids in its config to know which "
+                "hidden states of its target to read: make one with `osprey convert`."
+            )
+        if self.has_tied_shortlist:
+            # The head's rows are a copy of the shortlist's embedding rows: rebuilt at load, never stored.
+            self._tied_weights_keys = {}
+            self._keys_to_ignore_on_save = ["lm_head.weight"]
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(OspreyDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        draft_vocab_size = config.draft_vocab_size or config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
+        if config.draft_vocab_size is not None:
+            # As in EAGLE-3 checkpoints: target id = i + d2t[i], and t2d marks the target ids that can be drafted.
+            self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.long))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < draft_vocab_size)
+        self.post_init()
+
+    @property
+    def has_tied_shortlist(self) -> bool:
+        """Whether the head is a derived, frozen copy of the shortlist's embedding rows."""
+        return self.config.tie_word_embeddings and self.config.draft_vocab_size is not None
+
+    @property
+    def draft_ids(self) -> torch.LongTensor:
+        """Target ids that can be drafted, in the order of the head's rows, `[D]`."""
+        arange = torch.arange(self.config.draft_vocab_size or self.config.vocab_size, device=self.device)
+        return arange if self.config.draft_vocab_size is None else arange + self.d2t
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """Rows of the head, `[D, h]`; those of a tied shortlist come from the embedding and carry its gradient."""
+        return self.embed_tokens.weight[self.draft_ids] if self.has_tied_shortlist else self.lm_head.weight
+
+    def set_draft_ids(self, ids: torch.LongTensor) -> None:
+        """Make `ids` (`[D]`, rising target ids) the draft vocabulary; a tied head follows, another keeps its rows."""
+        size, limit = self.config.draft_vocab_size, self.config.vocab_size
+        if size != len(ids) or not torch.equal(ids, ids.unique()) or ids[0] < 0 or ids[-1] >= limit:
+            raise ValueError(
+                f"A draft vocabulary of {size} takes that many different ids from 0 to {limit - 1} in rising order, "
+                f"but {len(ids)} were given: sort them, drop repeats and ids outside, or change draft_vocab_size."
+            )
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.t2d.zero_()
+        self.t2d[ids.to(self.t2d.device)] = True
+        self.tie_weights()
+
+    def tie_weights(self, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
+        super().tie_weights(missing_keys=missing_keys, recompute_mapping=recompute_mapping)
+        if not self.has_tied_shortlist:
+            return
+        if missing_keys is not None:
+            missing_keys.discard("lm_head.weight")
+        rows = self.embed_tokens.weight
+        if rows.device.type != "meta" and self.d2t.device.type != "meta":
+            self.lm_head.weight = nn.Parameter(rows.detach()[self.draft_ids].clone(), requires_grad=False)
+            rows.requires_grad_(False)
+
+    def project_taps(self, taps: torch.Tensor) -> torch.Tensor:
+        """Contexts `[B, T, h]` from the target's three tapped layer outputs, concatenated: `[B, T, 3H]`."""
+        return self.fc(taps)
+
+    def draft_logits(self, last_hidden_state: torch.Tensor) -> torch.Tensor:
+        """Scores over the draft vocabulary, `[B, T, D]`, from the last block's output `[B, T, h]`."""
+        return self.lm_head(self.norm(last_hidden_state))
+
+    def widen_logits(self, draft_logits: torch.Tensor) -> torch.Tensor:
+        """Scores over the target's vocabulary, `[..., V]`, `-inf` outside the draft vocabulary, from `[..., D]`."""
+        if self.config.draft_vocab_size is None:
+            return draft_logits
+        shape = (*draft_logits.shape[:-1], self.config.vocab_size)
+        wide = draft_logits.new_full(shape, float("-inf"))
+        wide[..., self.draft_ids] = draft_logits
+        return wide
+
+    def run_layers(
+        self,
+        input_ids: torch.LongTensor,
+        context: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """The blocks alone: last hidden state before the final norm, `[B, T, h]`. Arguments as in `forward`."""
+        hidden_states = self.embed_tokens(input_ids)  # [B, T, h]
+        context = torch.zeros_like(hidden_states) if context is None else context.to(hidden_states.dtype)
+        if position_ids is None:
+            past = cache.get_seq_length() if cache is not None else 0
+            position_ids = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)[None]  # [1, T]
+        if attention_mask is not None or input_ids.shape[1] > 1:  # one unpadded query sees every key: no mask
+            attention_mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=hidden_states,
+                attention_mask=attention_mask,
+                cache=cache,
+                position_ids=position_ids,
+            )
+        if (
+            attention_mask is not None
+            and attention_mask.dtype == torch.bool
+            and self.config._attn_implementation == "eager"
+        ):
+            blocked = torch.finfo(hidden_states.dtype).min
+            attention_mask = torch.zeros_like(attention_mask, dtype=hidden_states.dtype).masked_fill(
+                ~attention_mask, blocked
+            )
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, context, position_embeddings, attention_mask, cache)
+        return hidden_states
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor,
+        context: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs,
+    ) -> OspreyOutput:
+        """
+        Args:
+            input_ids (`[B, T]`): tokens `1 … T` of a sequence whose contexts belong to tokens `0 … T-1`.
+            context (`[B, T, h]`): `project_taps(taps)` for positions that the target has seen, the last hidden state
+                of the step before for drafted ones; zeros when left out (a plain language model).
+            attention_mask: `[B, S]` padding mask, or a ready `[B, 1, T, S]` mask, which is used as it is.
+            position_ids (`[B, T]`): counted from 0 on from the cache's length when left out.
+            cache: keys and values of earlier positions; extended in place.
+            logits_to_keep (`int`): scores for that many last positions only; 0 for all.
+        """
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        hidden_states = self.run_layers(input_ids, context, attention_mask, position_ids, cache)  # [B, T, h]
+        logits = self.widen_logits(self.draft_logits(hidden_states[:, -logits_to_keep:]))  # [B, T or kept, V]
+        return OspreyOutput(logits=logits, last_hidden_state=hidden_states, cache=cache)
+
+    def osprey_candidate_generator(self, target: PreTrainedModel, **kwargs) -> OspreyCandidateGenerator:
+        """The candidate generator that `target.generate(assistant_model=self)` uses."""
+        return OspreyCandidateGenerator(self, target, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """As in transformers, but a folder with missing files or tensors is refused instead of filled at random.
+
+        Without a `dtype` and without an accelerator the weights are loaded as float32, whatever they are stored as:
+        most CPUs have no fast bfloat16.
+
+        Raises:
+            ValueError: a file or tensor is missing, truncated, unexpected or of another shape.
+        """
+        path = str(pretrained_model_name_or_path)
+        if os.path.isdir(path):
+            refuse_incomplete_folder(os.path.join(path, kwargs.get("subfolder") or ""))
+        if "dtype" not in kwargs and "torch_dtype" not in kwargs and not torch.accelerator.is_available():
+            kwargs["dtype"] = torch.float32
+        return_info = kwargs.pop("output_loading_info", False)
+        kwargs.setdefault("ignore_mismatched_sizes", True)  # reported below, with the other faults
+        try:
+            model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        except Exception as error:
+            if type(error).__name__ == "SafetensorError":
+                raise ValueError(
+                    f"The weights in {path} cannot be read ({error}): the file is truncated or damaged; fetch or "
+                    "make the drafter again."
+                ) from error
+            raise
+        faults = {
+            name: sorted(map(str, info[name]))
+            for name in ("missing_keys", "unexpected_keys", "mismatched_keys")
+            if info[name]
+        }
+        if faults:
+            listed = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys[:4])}" for name, keys in faults.items())
+            raise ValueError(
+                f"The weights in {path} do not fit its config ({listed}): fetch or make the drafter again."
+            )
+        return (model, info) if return_info else model
+
+
+def refuse_incomplete_folder(folder: str) -> None:
+    """Raise `ValueError` where a local drafter folder lacks its config or its weights."""
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise ValueError(f"{folder} is not a drafter folder, it has no config.json: make one with `osprey convert`.")
+    if not any(os.path.isfile(os.path.join(folder, name)) for name in weights):
+        raise ValueError(f"The drafter folder {folder} has no model.safetensors: fetch or make the drafter again.")
+
+
+OspreyConfig.register_for_auto_class()
+OspreyDrafterForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+install()
