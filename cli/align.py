@@ -4,6 +4,7 @@ import argparse
 import json
 import time
 
+from osprey.cli.targets import DEFAULT_TARGET, resolve_target
 from osprey.train.align import KINDS, align_vocabularies, load_tokenizer
 
 EXAMPLES = 5
@@ -16,7 +17,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parser.parse_args(argv)
 
-    source, target = load_tokenizer(arguments.source), load_tokenizer(arguments.target)
+    source, target = (
+        load_tokenizer(resolve_target(name) if name == DEFAULT_TARGET else name)
+        for name in (arguments.source, arguments.target)
+    )
     start = time.perf_counter()
     alignment = align_vocabularies(source, target)
     counts = alignment.counts()

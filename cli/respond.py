@@ -3,11 +3,13 @@
 import json
 
 from osprey.cli.arguments import parse
+from osprey.cli.targets import resolve_target
 from osprey.train.responses import RespondArguments, respond
 
 
 def main(argv: list[str]) -> int:
     arguments, as_json = parse(RespondArguments, argv, "osprey respond", __doc__)
+    arguments.target = resolve_target(arguments.target)
     counts = respond(arguments)
     if as_json:
         print(json.dumps(counts))
