@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from osprey.cli.targets import DEFAULT_TARGET, find_model, resolve_target
 from osprey.eval.prompts import Prompt, load_prompts
-from osprey.train.checkpoints import public_name
+from osprey.train.checkpoints import public_name, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -290,7 +290,7 @@ def main(argv: list[str]) -> int:
     import torch
     from transformers.utils import logging
 
-    from osprey.cli.tables import format_table, report, totals_line, write_json
+    from osprey.cli.tables import format_table, report, totals_line
     from osprey.eval.acceptance import summarize
 
     logging.disable_progress_bar()

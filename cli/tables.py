@@ -1,8 +1,6 @@
 """The closing table and the totals of `osprey generate`, as text and as JSON."""
 
-import json
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -113,17 +111,3 @@ def check_writable(path: Path) -> None:
         raise OSError(f"cannot write {path}: there is no folder {path.parent}.")
     if not os.access(path.parent, os.W_OK):
         raise OSError(f"cannot write {path}: the folder {path.parent} is not writable.")
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes through a temporary name, so that a failed write leaves the old file."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2, ensure_ascii=False)
-            file.write("\n")
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

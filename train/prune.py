@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from osprey.train.checkpoints import TRAINING_FILE, atomic_folder, provenance, versions, write_json
+from osprey.train.checkpoints import TRAINING_FILE, atomic_folder, provenance, public_name, versions, write_json
 
 SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3")
 STRATEGIES = ("first",)
@@ -53,8 +53,7 @@ def prune(arguments: PruneArguments) -> dict[str, Any]:
         tokenizer.save_pretrained(work)
         record = {
             "stage": "prune",
-            # The name alone: where a folder lies on this machine means nothing to whoever reads the record.
-            "source": Path(arguments.source).name if Path(arguments.source).exists() else arguments.source,
+            "source": public_name(arguments.source),
             "revision": arguments.revision,
             "strategy": arguments.strategy if arguments.keep is None else "keep",
             "source_layers": config.num_hidden_layers,

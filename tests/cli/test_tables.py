@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from osprey.cli.tables import check_writable, format_table, report, totals_line, write_json
+from osprey.cli.tables import check_writable, format_table, report, totals_line
 from osprey.eval.acceptance import Difference, Measurement, Run, summarize
+from osprey.train.checkpoints import write_json
 
 
 @pytest.fixture
