@@ -80,9 +80,15 @@ class FeatureSubset(torch.utils.data.Subset):
 
 
 def split_rows(features: FeatureDataset, held_out_percent: int) -> tuple[FeatureSubset, FeatureSubset]:
-    """Training rows, and held-out rows chosen by the hash of the prompt's id; of these only greedy ones are used."""
+    """Training rows, and held-out rows chosen by the hash of the prompt's id; of these only greedy ones are used.
+
+    Plain text is always trained on: the target did not write it, so that no acceptance can be read off it.
+    """
     train, held_out = [], []
     for index, row in enumerate(features.rows):
+        if row.get("kind") == "text":
+            train.append(index)
+            continue
         bucket = int(hashlib.sha1(str(row["id"]).encode()).hexdigest(), 16) % 100
         if bucket >= held_out_percent:
             train.append(index)

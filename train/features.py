@@ -1,21 +1,20 @@
 """Offline distillation data: what the target saw and said over its own responses, written once to disk.
 
-Each response is put behind its prompt in the target's chat template and the target runs over it once. Kept, for every
-position `t`: the tapped layer outputs (the drafter's context), and, for the positions whose next token belongs to the
-response, the last hidden state after the final norm, the log-sum-exp of the full-vocabulary logits, and the most
-likely token. With the target's head `W` this is the whole distribution, for any draft vocabulary D and at no cost in
-accuracy: `p(v) = exp(hidden · W_v - logsumexp)`, which is not renormalised over D.
+The target runs once over each example (`osprey.train.examples`: a response behind its prompt, an assistant turn behind
+its chat, or plain text, where every token counts as response). Kept, for every position `t`: the tapped layer outputs
+(the drafter's context), and, for the positions whose next token belongs to the response, the last hidden state after
+the final norm, the log-sum-exp of the full-vocabulary logits, and the most likely token. With the target's head `W`
+this is the whole distribution, for any draft vocabulary D and at no cost in accuracy:
+`p(v) = exp(hidden · W_v - logsumexp)`, which is not renormalised over D.
 
 A feature folder holds `features-00000.safetensors` …, `head.safetensors` (the target's head `[V, H]`) and
 `index.json`. Shards are written whole or not at all, so that preparing again goes on where it was stopped.
 """
 
-import gzip
 import json
 import logging
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from osprey.modeling.configuration_osprey import default_target_layer_ids
 from osprey.train.align import load_tokenizer
 from osprey.train.checkpoints import file_sha256, public_name, write_json
 from osprey.train.data import check_file
+from osprey.train.examples import Example, tokenize_row
+from osprey.train.jsonl import read_rows
 from osprey.train.precision import autocast
 
 logger = logging.getLogger(__name__)
@@ -45,69 +46,16 @@ class FeatureArguments:
     """Arguments of `prepare_features`."""
 
     target: str = field(metadata={"help": "target model: Hub id or folder"})
-    data: list[str] = field(metadata={"help": "responses of the target: .jsonl or .jsonl.gz files"})
+    data: list[str] = field(metadata={"help": "responses of the target, chats or texts: .jsonl or .jsonl.gz files"})
     features: str = field(metadata={"help": "feature folder to write, or to go on with"})
     target_layer_ids: list[int] | None = field(default=None, metadata={"help": "tapped layers (default: DESIGN §2)"})
-    max_length: int = field(default=2048, metadata={"help": "tokens of prompt and response that are kept"})
+    max_length: int = field(
+        default=2048, metadata={"help": "tokens that are kept of prompt and response; window of a text"}
+    )
     tokens_per_batch: int = field(default=4096, metadata={"help": "padded tokens in a forward of the target"})
     tokens_per_shard: int = field(default=65536, metadata={"help": "tokens in a shard file, about"})
     dtype: str = field(default="float16", metadata={"help": "stored precision: float16 or bfloat16"})
     precision: str = field(default="auto", metadata={"help": "bf16 autocast: auto, bf16 or fp32"})
-
-
-@dataclass(frozen=True)
-class Example:
-    """One tokenised prompt and response; `meta` has `id`, `language`, `temperature`, `finish`."""
-
-    input_ids: list[int]
-    prompt_length: int
-    meta: dict[str, Any]
-
-
-def open_text(path: str | os.PathLike[str]):
-    """Opens a text file, gzipped or not, for reading."""
-    return gzip.open(path, "rt", encoding="utf-8") if str(path).endswith(".gz") else open(path, encoding="utf-8")
-
-
-def read_rows(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a JSON-lines file.
-
-    Raises:
-        ValueError: a line is no JSON object; names the file and the line.
-    """
-    with open_text(path) as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}, is not valid JSON: {error.msg}.") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}, is not a JSON object: one object a line is expected.")
-            yield row
-
-
-def tokenize_response(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], max_length: int) -> Example:
-    """Prompt ids by the chat template (its own default system prompt) + response ids + end of turn if generated.
-
-    The response is tokenised apart from the prompt, as it was generated. A response that was cut inside a character
-    ends in a replacement character, which the target never wrote: it is dropped.
-    """
-    if not isinstance(row.get("prompt"), str) or not isinstance(row.get("response"), str):
-        raise ValueError(f"Row {row.get('id', '?')!r} of the responses lacks a text `prompt` or `response`.")
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": row["prompt"]}], add_generation_prompt=True, return_dict=True
-    )["input_ids"]
-    response = row["response"] if row.get("finish") == "stop" else row["response"].rstrip("\ufffd")
-    response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
-    if row.get("finish") == "stop":
-        response_ids.append(tokenizer.eos_token_id)
-    if len(prompt) >= max_length:
-        raise ValueError(
-            f"The prompt of row {row.get('id', '?')!r} has {len(prompt)} tokens, which leaves no room for a response "
-            f"within max_length {max_length}: raise max_length or leave the row out."
-        )
-    meta = {key: row.get(key) for key in ("id", "language", "temperature", "finish")}
-    return Example((prompt + response_ids)[:max_length], len(prompt), meta)
 
 
 def prepare_features(arguments: FeatureArguments) -> Path:
@@ -120,7 +68,8 @@ def prepare_features(arguments: FeatureArguments) -> Path:
     for path in arguments.data:
         check_file(Path(path))
     tokenizer = load_tokenizer(arguments.target)
-    if tokenizer.chat_template is None:
+    rows = [row for path in arguments.data for row in read_rows(path)]
+    if tokenizer.chat_template is None and any("text" not in row for row in rows):
         raise ValueError(f"The target {arguments.target} has no chat template to put its responses in.")
     settings = {
         "format_version": FORMAT_VERSION,
@@ -131,12 +80,13 @@ def prepare_features(arguments: FeatureArguments) -> Path:
         "dtype": arguments.dtype,
         "precision": arguments.precision,
     }
-    examples = [
-        tokenize_response(tokenizer, row, arguments.max_length) for path in arguments.data for row in read_rows(path)
-    ]
+    examples = [example for row in rows for example in tokenize_row(tokenizer, row, arguments.max_length)]
     examples = [example for example in examples if len(example.input_ids) > example.prompt_length + 1]
     if not examples:
-        raise ValueError(f"No response of two or more tokens was found in {', '.join(map(str, arguments.data))}.")
+        raise ValueError(
+            f"No response of two or more tokens was found in {', '.join(map(str, arguments.data))}: give rows with "
+            "`prompt` and `response`, `messages`, or `text`."
+        )
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval().to(device)

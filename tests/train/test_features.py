@@ -11,8 +11,8 @@ from tiny import tiny_target
 from transformers import AutoModelForCausalLM
 
 from osprey.train import features as module
-from osprey.train.feature_data import FeatureDataset
-from osprey.train.features import FeatureArguments, prepare_features, tokenize_response
+from osprey.train.feature_data import FeatureDataset, split_rows
+from osprey.train.features import FeatureArguments, prepare_features
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 
@@ -44,22 +44,6 @@ def arguments(tmp_path):
     )
 
 
-def test_tokens_are_prompt_response_and_a_generated_end():
-    tokenizer = bytes_tokenizer(TEMPLATE)
-    row = {"id": "p", "prompt": "ab", "response": "cd"}
-    prompt = tokenizer("<s>ab</s><s>")["input_ids"]
-    stopped = tokenize_response(tokenizer, row | {"finish": "stop"}, 99)
-    assert stopped.input_ids == prompt + tokenizer("cd")["input_ids"] + [tokenizer.eos_token_id]
-    assert stopped.prompt_length == len(prompt) == 5
-    cut = tokenize_response(tokenizer, row | {"finish": "length", "response": "cd\ufffd"}, 99)
-    assert cut.input_ids == prompt + tokenizer("cd")["input_ids"]  # the half character was never a token
-    assert tokenize_response(tokenizer, row, 6).input_ids == prompt + tokenizer("c")["input_ids"]
-    with pytest.raises(ValueError, match="leaves no room"):
-        tokenize_response(tokenizer, row, 5)
-    with pytest.raises(ValueError, match="lacks a text"):
-        tokenize_response(tokenizer, {"id": "p", "prompt": "x"}, 9)
-
-
 @torch.no_grad()
 def test_features_are_the_targets(arguments):
     dataset = FeatureDataset([prepare_features(arguments)])
@@ -81,6 +65,22 @@ def test_features_are_the_targets(arguments):
         assert (item["top1"][:first] == -1).all()
         assert torch.equal(item["top1"][first:], log_p[first:].argmax(-1))
         assert item["response_mask"].tolist() == [t > first for t in range(ids.shape[1])]
+
+
+def test_texts_count_whole_and_are_never_held_out(arguments):
+    texts = [json.dumps({"id": f"t-{number}", "text": "x" * 50}) for number in range(30)]
+    Path(arguments.data[0]).with_name("texts.jsonl").write_text("\n".join(texts))
+    arguments.data.append(str(Path(arguments.data[0]).with_name("texts.jsonl")))
+    arguments.max_length = 20
+    dataset = FeatureDataset([prepare_features(arguments)])
+    texts = [index for index, row in enumerate(dataset.rows) if row["kind"] == "text"]
+    assert sum(dataset.rows[index]["length"] for index in texts) == 30 * 50  # 20, 20 and 10 tokens
+    item = dataset[texts[0]]
+    assert item["response_mask"].tolist() == [False] + [True] * (len(item["response_mask"]) - 1)
+    assert (item["top1"] >= 0).all()
+    train, held_out = split_rows(dataset, 100)
+    assert train.indices == texts
+    assert len(held_out) == 8
 
 
 def test_a_stopped_preparation_goes_on(arguments, monkeypatch):
@@ -115,7 +115,7 @@ def test_refusals(arguments, tmp_path):
     with pytest.raises(ValueError, match="last tap allowed is 3"):
         prepare_features(arguments)
     (tmp_path / "responses.jsonl").write_text("{broken\n")
-    with pytest.raises(ValueError, match="line 1, is not valid JSON"):
+    with pytest.raises(ValueError, match="line 1: not JSON"):
         prepare_features(arguments)
     with pytest.raises(ValueError, match="not a feature folder"):
         FeatureDataset([tmp_path])

@@ -1,0 +1,33 @@
+"""JSON-lines files, gzipped or not: how every stage reads its rows."""
+
+import gzip
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+
+def read_rows(path: str | os.PathLike[str], needed: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a JSON-lines file; empty lines count for nothing.
+
+    Args:
+        path: the file; read as gzip if its name ends in `.gz`.
+        needed: keys that every row must have.
+
+    Raises:
+        ValueError: a line is no JSON object, or lacks a key; names the file and the line.
+    """
+    opener = gzip.open if str(path).endswith(".gz") else open
+    with opener(path, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}).") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: a JSON object is due.")
+            if missing := [key for key in needed if key not in row]:
+                raise ValueError(f"{path}, line {number}: the row has no `{missing[0]}`.")
+            yield row
