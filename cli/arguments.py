@@ -1,28 +1,47 @@
 """Dataclasses as command lines: flags over a YAML recipe (`--config`) over the dataclass's own defaults."""
 
 import argparse
+import difflib
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
 
 
+class Parser(HfArgumentParser):
+    """Wrong flags raise `ValueError`, which the command prints as its one sentence, instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; `{self.prog} --help` lists the options.")
+
+
 def parse(
-    kinds: type | list[type], argv: list[str], prog: str, description: str | None, positional: str | None = None
+    kinds: type | list[type],
+    argv: list[str],
+    prog: str,
+    description: str | None,
+    positional: str | tuple[str, ...] = (),
 ) -> tuple[Any, ...]:
     """The arguments of a verb, one object for each dataclass of `kinds`, and whether `--json` was given.
 
-    `positional` names a field that may also come first, without its flag. Wrong flags end the process, as argparse
-    does; a recipe that cannot be read, or that has an unknown key, raises ValueError or OSError.
+    `positional` names fields that may also come first, in this order, without their flags.
+
+    Raises:
+        ValueError, OSError: a flag is wrong or missing, or the recipe cannot be read or has an unknown key.
     """
-    parser = HfArgumentParser(kinds, prog=prog, description=description)
+    parser = Parser(kinds, prog=prog, description=description)
     parser.add_argument("--config", help="YAML file with values for these options; flags override it")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    if positional and argv and not argv[0].startswith("-"):
-        argv = [f"--{positional}", *argv]
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    names = [positional] if isinstance(positional, str) else positional
+    leading = next((index for index, argument in enumerate(argv) if argument.startswith("-")), len(argv))
+    if leading > len(names):
+        parser.error(f"unexpected argument {argv[len(names)]!r}")
+    flags = [word for name, value in zip(names, argv[:leading], strict=False) for word in (f"--{name}", value)]
+    argv = flags + argv[leading:]
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, prog=prog)
+    early.error = parser.error
     early.add_argument("--config")
     config = early.parse_known_args(argv)[0].config
     if config is not None:
@@ -31,7 +50,11 @@ def parse(
         parser.set_defaults(**recipe)
         for action in parser._actions:
             action.required = action.required and action.dest not in recipe
-    *arguments, namespace = parser.parse_args_into_dataclasses(argv)
+    *arguments, namespace, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        options = [option for action in parser._actions for option in action.option_strings]
+        close = difflib.get_close_matches(unknown[0], options, n=1)
+        parser.error(f"there is no option {unknown[0]}" + (f", did you mean {close[0]}" if close else ""))
     return *arguments, namespace.json
 
 

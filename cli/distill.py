@@ -1,6 +1,7 @@
 """``osprey distill DRAFTER --features DIR … --out DIR``: stage 4, a drafter trained to match its target.
 
-``osprey distill --prepare --target TARGET --data RESPONSES… --features DIR`` writes the features first.
+``osprey distill --prepare --target TARGET --data RESPONSES… --features DIR`` writes the features first;
+``osprey distill DRAFTER --target TARGET --data ROWS… --out DIR`` does without, the target runs in every step.
 """
 
 import json
@@ -8,7 +9,8 @@ import logging
 
 from osprey.cli.arguments import parse
 from osprey.cli.targets import find_model, resolve_target
-from osprey.train.distill import DistillArguments, OspreyDistillationConfig, distill
+from osprey.train.distill import DistillArguments, distill
+from osprey.train.distillation_config import OspreyDistillationConfig
 from osprey.train.features import FeatureArguments, prepare_features
 
 
@@ -25,6 +27,8 @@ def main(argv: list[str]) -> int:
     kinds = [DistillArguments, OspreyDistillationConfig]
     arguments, config, as_json = parse(kinds, argv, "osprey distill", __doc__, positional="drafter")
     arguments.drafter = find_model("drafter", arguments.drafter)
+    if arguments.target is not None:
+        arguments.target = resolve_target(arguments.target)
     record = distill(arguments, config)
     if as_json:
         print(json.dumps(record, ensure_ascii=False))

@@ -30,13 +30,27 @@ def atomic_folder(out: str | Path, overwrite: bool = False) -> Iterator[Path]:
     try:
         work.chmod(0o755)  # mkdtemp's 0700 would stay with the checkpoint
         yield work
-        if out.is_dir() and not out.is_symlink():
-            shutil.rmtree(out)
-        elif out.exists():
-            out.unlink()
-        os.replace(work, out)
+        _put_in_place(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _put_in_place(work: Path, out: Path) -> None:
+    """Gives `work` the name `out`; what stood there goes only once the new folder stands."""
+    if not os.path.lexists(out):
+        os.rename(work, out)
+        return
+    old = work.with_name(f"{work.name}.old")
+    os.rename(out, old)
+    try:
+        os.rename(work, out)
+    except BaseException:
+        os.rename(old, out)
+        raise
+    if old.is_dir() and not old.is_symlink():
+        shutil.rmtree(old)
+    else:
+        old.unlink()
 
 
 def write_json(path: Path, content: Any) -> None:

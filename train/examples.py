@@ -35,12 +35,18 @@ def user_prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int
     return prompt_ids(tokenizer, [{"role": "user", "content": prompt}])
 
 
-def tokenize_row(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], max_length: int) -> list[Example]:
+def tokenize_row(
+    tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], max_length: int, prompts: bool = False
+) -> list[Example]:
     """The examples of a row, none of them longer than `max_length`.
 
+    With `prompts`, a row may also lack the answer: a `prompt` alone, or `messages` that end with the user's.
+
     Raises:
-        ValueError: the row has none of the three forms, or its prompt leaves no room within `max_length`.
+        ValueError: the row has none of these forms, or its prompt leaves no room within `max_length`.
     """
+    if prompts and (messages := _open_messages(row)):
+        return [_example(row, prompt_ids(tokenizer, messages), [], "prompt", max_length)]
     if "messages" in row:
         return _chat_turns(tokenizer, row, max_length)
     if "prompt" not in row and isinstance(row.get("text"), str):
@@ -49,6 +55,14 @@ def tokenize_row(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], max_le
         raise ValueError(f"Row {row.get('id', '?')!r} lacks a text `prompt` or `response` (or `messages`, or `text`).")
     prompt = user_prompt_ids(tokenizer, row["prompt"])
     return [_example(row, prompt, _response_ids(tokenizer, row), "response", max_length)]
+
+
+def _open_messages(row: dict[str, Any]) -> list[dict[str, str]] | None:
+    """The chat that waits for an answer, or None."""
+    if isinstance(row.get("prompt"), str) and "response" not in row:
+        return [{"role": "user", "content": row["prompt"]}]
+    messages = row.get("messages")
+    return messages if isinstance(messages, list) and messages and messages[-1].get("role") != "assistant" else None
 
 
 def _response_ids(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Offline distillation data as the trainer reads it: rows of feature folders, split and put into batches."""
+"""Distillation data as the trainer reads it: rows of feature folders, or tokens alone, split and put into batches."""
 
 import hashlib
 import json
@@ -11,14 +11,22 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from osprey.train.features import HEAD_FILE, INDEX_FILE
+from osprey.train.checkpoints import file_sha256
+from osprey.train.examples import Example
+from osprey.train.features import HEAD_FILE, INDEX_FILE, tensor_sha256
+
+SAME_IN_ALL_FOLDERS = (
+    *("target_layer_ids", "target_hidden_size", "target_vocab_size", "target_num_hidden_layers", "dtype"),
+    "head_sha256",
+)
 
 
 class FeatureDataset(torch.utils.data.Dataset):
-    """Rows of one or more feature folders, read from disk as they are asked for.
+    """Offline data: rows of one or more feature folders of one target, read from disk as they are asked for.
 
-    An item has `input_ids` int64 `[T]`, `response_mask` `[T]`, `taps` `[T, 3H]`, `hidden` `[T, H]`, `logsumexp`
-    `[T]`, `top1` int64 `[T]`; `rows[i]` has its `id`, `language`, `temperature`, `finish`, `length`, `prompt_length`.
+    An item has `id`, `input_ids` int64 `[T]`, `response_mask` `[T]`, `taps` `[T, 3H]`, `hidden` `[T, H]`, `logsumexp`
+    `[T]`, `top1` int64 `[T]`; `rows[i]` has its `id`, `language`, `temperature`, `finish`, `kind`, `length`,
+    `prompt_length`.
 
     Raises:
         ValueError: a folder is no finished feature folder, or folders differ in target or taps.
@@ -28,6 +36,7 @@ class FeatureDataset(torch.utils.data.Dataset):
         self.settings: dict[str, Any] = {}
         self.sources: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
+        self.checksums: dict[Path, str] = {}
         self._places: list[tuple[Any, int, int]] = []
         self.head_path = Path(folders[0]) / HEAD_FILE
         for folder in map(Path, folders):
@@ -40,12 +49,20 @@ class FeatureDataset(torch.utils.data.Dataset):
         index = json.loads(path.read_text())
         if not index["complete"]:
             raise ValueError(f"The features in {folder} are not finished: run `osprey distill --prepare` again.")
-        for key in ("target_layer_ids", "target_hidden_size", "target_vocab_size", "target_num_hidden_layers"):
-            if self.settings and self.settings[key] != index["settings"][key]:
-                raise ValueError(f"{folder} was made with another {key} than {self.head_path.parent}.")
-        self.settings = self.settings or index["settings"]
-        self.sources += index["settings"]["data"]
-        for name in index["shards"]:
+        settings = index["settings"]
+        if "head_sha256" not in settings:  # a folder of an earlier version: the stored head says which target it was
+            settings["head_sha256"] = tensor_sha256(read_head(folder / HEAD_FILE))
+        for key in SAME_IN_ALL_FOLDERS:
+            if self.settings and self.settings[key] != settings[key]:
+                what = "target (its head differs)" if key == "head_sha256" else key
+                raise ValueError(
+                    f"{folder} was made with another {what} than {self.head_path.parent}: features of one target go "
+                    "together."
+                )
+        self.settings = self.settings or settings
+        self.sources += settings["data"]
+        for name, entry in index["shards"].items():
+            self.checksums[folder / name] = entry["sha256"]
             shard = safe_open(folder / name, framework="pt")
             begin = 0
             for row in json.loads(shard.metadata()["rows"]):
@@ -53,39 +70,78 @@ class FeatureDataset(torch.utils.data.Dataset):
                 self._places.append((shard, begin, begin + row["length"]))
                 begin += row["length"]
 
+    def verify(self) -> None:
+        """Raises `OSError` where a shard is not what was written."""
+        for path, sha256 in self.checksums.items():
+            if file_sha256(path) != sha256:
+                raise OSError(
+                    f"{path} is damaged (its checksum differs): delete that feature folder and prepare again."
+                )
+
+    def identity(self) -> str:
+        """A hash of everything that is in the folders, in their order."""
+        return hashlib.sha256("".join(self.checksums.values()).encode()).hexdigest()
+
     def head(self) -> Tensor:
         """The target's head, `[V, H]` in the stored precision."""
-        with safe_open(self.head_path, framework="pt") as file:
-            return file.get_tensor("weight")
+        return read_head(self.head_path)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         shard, begin, end = self._places[index]
         item = {name: shard.get_slice(name)[begin:end] for name in shard.keys()}  # noqa: SIM118
-        return item | {"input_ids": item["input_ids"].long(), "top1": item["top1"].long()}
+        return item | {
+            "id": self.rows[index]["id"],
+            "input_ids": item["input_ids"].long(),
+            "top1": item["top1"].long(),
+        }
 
 
-class FeatureSubset(torch.utils.data.Subset):
-    """Some rows of a `FeatureDataset`."""
+def read_head(path: Path) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor("weight")
 
-    def __init__(self, features: FeatureDataset, indices: list[int]):
-        super().__init__(features, indices)
-        self.features = features
-        self.rows = [features.rows[i] for i in indices]
+
+class ExampleDataset(torch.utils.data.Dataset):
+    """Online data: `id`, `input_ids` int64 `[T]` and `response_mask` `[T]`; the rest is the target's in the step."""
+
+    def __init__(self, examples: list[Example]):
+        self.examples = examples
+        self.rows = [
+            {**example.meta, "length": len(example.input_ids), "prompt_length": example.prompt_length}
+            for example in examples
+        ]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        example = self.examples[index]
+        input_ids = torch.tensor(example.input_ids)
+        mask = torch.arange(len(input_ids)) >= example.prompt_length
+        return {"id": example.meta["id"], "input_ids": input_ids, "response_mask": mask}
+
+
+class RowSubset(torch.utils.data.Subset):
+    """Some rows of a dataset."""
+
+    def __init__(self, dataset: FeatureDataset | ExampleDataset, indices: list[int]):
+        super().__init__(dataset, indices)
+        self.rows = [dataset.rows[i] for i in indices]
 
     def lengths(self) -> list[int]:
         return [row["length"] for row in self.rows]
 
 
-def split_rows(features: FeatureDataset, held_out_percent: int) -> tuple[FeatureSubset, FeatureSubset]:
+def split_rows(dataset: FeatureDataset | ExampleDataset, held_out_percent: int) -> tuple[RowSubset, RowSubset]:
     """Training rows, and held-out rows chosen by the hash of the prompt's id; of these only greedy ones are used.
 
     Plain text is always trained on: the target did not write it, so that no acceptance can be read off it.
     """
     train, held_out = [], []
-    for index, row in enumerate(features.rows):
+    for index, row in enumerate(dataset.rows):
         if row.get("kind") == "text":
             train.append(index)
             continue
@@ -94,7 +150,7 @@ def split_rows(features: FeatureDataset, held_out_percent: int) -> tuple[Feature
             train.append(index)
         elif not row["temperature"]:
             held_out.append(index)
-    return FeatureSubset(features, train), FeatureSubset(features, held_out)
+    return RowSubset(dataset, train), RowSubset(dataset, held_out)
 
 
 class EpochSampler(LengthGroupedSampler):
@@ -112,6 +168,14 @@ class EpochSampler(LengthGroupedSampler):
         self.generator.manual_seed(self.seed + epoch)
 
 
-def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Right-pads items of a `FeatureDataset` to their longest; padding is zero everywhere."""
-    return {name: nn.utils.rnn.pad_sequence([item[name] for item in items], batch_first=True) for name in items[0]}
+def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Right-pads items to their longest, padding is zero everywhere; `ids` of the rows and their `lengths` `[B]`."""
+    batch = {
+        name: nn.utils.rnn.pad_sequence([item[name] for item in items], batch_first=True)
+        for name in items[0]
+        if name != "id"
+    }
+    return batch | {
+        "ids": [item["id"] for item in items],
+        "lengths": torch.tensor([len(item["input_ids"]) for item in items]),
+    }

@@ -11,9 +11,11 @@ A feature folder holds `features-00000.safetensors` …, `head.safetensors` (the
 `index.json`. Shards are written whole or not at all, so that preparing again goes on where it was stopped.
 """
 
+import hashlib
 import json
 import logging
 import os
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +41,8 @@ FORMAT_VERSION = 1
 INDEX_FILE = "index.json"
 HEAD_FILE = "head.safetensors"
 NO_TOKEN = -1
+LOGIT_ROWS = 512  # positions whose full-vocabulary logits exist at a time
+STORED_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass
@@ -65,6 +69,8 @@ def prepare_features(arguments: FeatureArguments) -> Path:
         ValueError: bad rows, taps or settings, or the folder holds features of other settings.
     """
     folder = Path(arguments.features)
+    if arguments.dtype not in STORED_DTYPES:
+        raise ValueError(f"--dtype {arguments.dtype} is unknown: choose {' or '.join(STORED_DTYPES)}.")
     for path in arguments.data:
         check_file(Path(path))
     tokenizer = load_tokenizer(arguments.target)
@@ -103,71 +109,113 @@ def prepare_features(arguments: FeatureArguments) -> Path:
         "target_hidden_size": text_config.hidden_size,
         "target_vocab_size": text_config.vocab_size,
     }
+    head = check_head(target, examples[0].input_ids).to(STORED_DTYPES[arguments.dtype])  # [V, H]
+    # Two targets of one shape, or two revisions of one target, differ in their heads.
+    settings |= {"head_sha256": tensor_sha256(head), "target_revision": getattr(target.config, "_commit_hash", None)}
     index = _open_index(folder, settings)
-    stored_dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}[arguments.dtype]
-    head = _check_head(target, examples[0]).to(stored_dtype)  # [V, H]
     if not (folder / HEAD_FILE).exists():
         _write_safetensors({"weight": head.cpu()}, folder / HEAD_FILE)
 
     shards = _split(sorted(examples, key=lambda example: len(example.input_ids)), arguments.tokens_per_shard)
+    tokens = {
+        f"features-{number:05d}.safetensors": sum(len(e.input_ids) for e in s) for number, s in enumerate(shards)
+    }
+    _check_space(folder, sum(n for name, n in tokens.items() if name not in index["shards"]), text_config.hidden_size)
     start, done = time.perf_counter(), 0
-    with tqdm(total=sum(len(e.input_ids) for e in examples), unit="tok", desc="features") as bar:
-        for number, shard in enumerate(shards):
-            tokens = sum(len(example.input_ids) for example in shard)
-            name = f"features-{number:05d}.safetensors"
+    with tqdm(total=sum(tokens.values()), unit="tok", desc="features") as bar:
+        for name, shard in zip(tokens, shards, strict=True):
             if name not in index["shards"]:
                 tensors = run_target(target, head, shard, layer_ids, arguments)
                 rows = [{**e.meta, "length": len(e.input_ids), "prompt_length": e.prompt_length} for e in shard]
                 _write_safetensors(tensors, folder / name, {"rows": json.dumps(rows)})
-                index["shards"][name] = {"rows": len(rows), "tokens": tokens, "sha256": file_sha256(folder / name)}
+                sha256 = file_sha256(folder / name)
+                index["shards"][name] = {"rows": len(rows), "tokens": tokens[name], "sha256": sha256}
                 write_json(folder / INDEX_FILE, index)
-                done += tokens
-            bar.update(tokens)
+                done += tokens[name]
+            bar.update(tokens[name])
     index["complete"] = True
     write_json(folder / INDEX_FILE, index)
     logger.info("%d new tokens in %.0f s, features in %s", done, time.perf_counter() - start, folder)
     return folder
 
 
-@torch.inference_mode()
+def feature_bytes(tokens: int, hidden_size: int) -> int:
+    """Size on disk of the features of so many tokens, without the head."""
+    return tokens * (4 * hidden_size * 2 + 4 + 1 + 4 + 4)  # taps and hidden, 2 bytes each; ids, mask, logsumexp, top1
+
+
+def _check_space(folder: Path, tokens: int, hidden_size: int) -> None:
+    needed, free = feature_bytes(tokens, hidden_size), shutil.disk_usage(folder).free
+    logger.info("%d tokens to go, %.2f GB of features", tokens, needed / 1e9)
+    if needed > free:
+        raise OSError(
+            f"{folder}: {needed / 1e9:.1f} GB of features are to come, but {free / 1e9:.1f} GB are free: choose "
+            "another disk, or give less data."
+        )
+
+
+@torch.no_grad()
+def read_target(
+    target: PreTrainedModel,
+    head: Tensor,
+    input_ids: Tensor,
+    response_mask: Tensor,
+    layer_ids: list[int],
+    precision: str,
+) -> dict[str, Tensor]:
+    """What stage 4 needs of the target's forward over a right-padded batch.
+
+    Args:
+        target: the target, whose logits are `hidden · head`.
+        head: `[V, H]`; its dtype is that in which taps and hidden states are kept.
+        input_ids: `[B, T]`.
+        response_mask: bool `[B, T]`.
+        layer_ids: the tapped layers.
+        precision: autocast of the target, as in `osprey.train.precision`.
+
+    Returns:
+        `taps` `[B, T, 3H]`, `hidden` `[B, T, H]` (after the final norm), `logsumexp` fp32 `[B, T]` and `top1` int64
+        `[B, T]`. The last two describe the token at the next position, where that belongs to the response or where
+        the response ends; they are 0 and -1 elsewhere.
+    """
+    with autocast(precision, target.device.type):
+        outputs = target(input_ids.to(target.device), output_hidden_states=True, use_cache=False, logits_to_keep=1)
+    states = outputs.hidden_states
+    # Layers of a target that is spread over cards answer on their own card.
+    taps = torch.cat([states[i + 1].to(head.device, head.dtype) for i in layer_ids], dim=-1)  # [B, T, 3H]
+    hidden = states[-1].to(head.device, head.dtype)  # [B, T, H]
+    mask = response_mask.to(head.device)
+    wanted = torch.cat([mask[:, 1:], mask[:, -1:]], dim=1) | mask  # [B, T]
+    logsumexp = torch.zeros(wanted.shape, device=head.device)
+    top1 = torch.full(wanted.shape, NO_TOKEN, device=head.device)
+    rows, places = wanted.nonzero(as_tuple=True)
+    weight = head.float()  # fp32 products of the numbers as they are kept: what the distillation loss computes too
+    for begin in range(0, len(rows), LOGIT_ROWS):  # full-vocabulary logits are large
+        piece = rows[begin : begin + LOGIT_ROWS], places[begin : begin + LOGIT_ROWS]
+        logits = hidden[piece].float() @ weight.T  # [chunk, V]
+        logsumexp[piece] = logits.logsumexp(-1)
+        top1[piece] = logits.argmax(-1)
+    return {"taps": taps, "hidden": hidden, "logsumexp": logsumexp, "top1": top1}
+
+
 def run_target(
     target: PreTrainedModel, head: Tensor, examples: list[Example], layer_ids: list[int], arguments: FeatureArguments
 ) -> dict[str, Tensor]:
-    """The stored tensors of some examples (rising in length), concatenated: N tokens in all.
-
-    Returns:
-        `input_ids` int32 `[N]`, `response_mask` bool `[N]`, `taps` `[N, 3H]`, `hidden` `[N, H]`, `logsumexp` fp32
-        `[N]`, `top1` int32 `[N]` (the last two describe the token at the next position; 0 and -1 in the prompt).
-    """
-    weight = head.float()  # fp32 products of the stored numbers: what the distillation loss computes too
+    """Features of N tokens, the examples one behind the other: `input_ids` int32 `[N]`, `response_mask` bool `[N]`,
+    and those of `read_target` in one row (`top1` as int32)."""
     parts: list[dict[str, Tensor]] = []
     for batch in _split(examples, arguments.tokens_per_batch, padded=True):
-        longest = len(batch[-1].input_ids)
-        input_ids = torch.zeros(len(batch), longest, dtype=torch.long)  # right-padded: causal attention never sees it
+        lengths = [len(example.input_ids) for example in batch]
+        input_ids = torch.zeros(len(batch), max(lengths), dtype=torch.long)  # right-padded: causal attention never
+        for row, example in enumerate(batch):  # sees the padding
+            input_ids[row, : lengths[row]] = torch.tensor(example.input_ids)
+        positions = torch.arange(max(lengths))
+        starts = torch.tensor([example.prompt_length for example in batch])
+        mask = (positions >= starts[:, None]) & (positions < torch.tensor(lengths)[:, None])  # [B, T]
+        features = read_target(target, head, input_ids, mask, layer_ids, arguments.precision)
+        features |= {"input_ids": input_ids.int(), "response_mask": mask, "top1": features["top1"].int()}
         for row, example in enumerate(batch):
-            input_ids[row, : len(example.input_ids)] = torch.tensor(example.input_ids)
-        with autocast(arguments.precision, target.device.type):
-            outputs = target(input_ids.to(target.device), output_hidden_states=True, use_cache=False, logits_to_keep=1)
-        states = outputs.hidden_states
-        taps = torch.cat([states[i + 1] for i in layer_ids], dim=-1).to(head.dtype)  # [B, T, 3H]
-        hidden = states[-1].to(head.dtype)  # [B, T, H], after the final norm
-        for row, example in enumerate(batch):
-            length, first = len(example.input_ids), example.prompt_length - 1
-            logsumexp = torch.zeros(length)
-            top1 = torch.full((length,), NO_TOKEN, dtype=torch.int32)
-            for begin in range(first, length, 512):  # chunks: full-vocabulary logits are large
-                piece = slice(begin, min(begin + 512, length))
-                logits = hidden[row, piece].float() @ weight.T  # [chunk, V]
-                logsumexp[piece] = logits.logsumexp(-1).cpu()
-                top1[piece] = logits.argmax(-1).int().cpu()
-            part = {
-                "input_ids": input_ids[row, :length].int(),
-                "response_mask": torch.arange(length) >= example.prompt_length,
-                "taps": taps[row, :length].cpu(),
-                "hidden": hidden[row, :length].cpu(),
-                "logsumexp": logsumexp,
-                "top1": top1,
-            }
+            part = {name: tensor[row, : lengths[row]].cpu() for name, tensor in features.items()}
             if not all(part[name].isfinite().all() for name in ("taps", "hidden", "logsumexp")):
                 raise ValueError(
                     f"Hidden states of row {example.meta['id']!r} do not fit {arguments.dtype}: prepare with "
@@ -177,19 +225,26 @@ def run_target(
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _check_head(target: PreTrainedModel, example: Example) -> Tensor:
-    """The head's weight `[V, H]`, after making sure that the logits are just `hidden · W`."""
+def check_head(target: PreTrainedModel, input_ids: list[int]) -> Tensor:
+    """The head's weight `[V, H]`, after making sure on some tokens that the logits are just `hidden · W`."""
     head = target.get_output_embeddings()
     with torch.inference_mode():
-        ids = torch.tensor([example.input_ids], device=target.device)
+        ids = torch.tensor([input_ids], device=target.device)
         outputs = target(ids, output_hidden_states=True, use_cache=False, logits_to_keep=1)
-        plain = outputs.hidden_states[-1][:, -1] @ head.weight.T
-    if not torch.allclose(plain, outputs.logits[:, -1], rtol=1e-3, atol=1e-2):
+        hidden, logits = outputs.hidden_states[-1][:, -1].to(head.weight.device), outputs.logits[:, -1]
+        plain = (hidden @ head.weight.T).to(logits.device)
+    # Neither rounds to more than an eighth what lies under 32.
+    if not torch.allclose(plain, logits, rtol=1e-3, atol=1e-2 if logits.dtype == torch.float32 else 0.25):
         raise ValueError(
             f"{target.name_or_path} changes its logits behind the head (a bias, a scale or soft-capping), which "
-            "offline features cannot express yet: use a target without it."
+            "distillation cannot express yet: use a target without it."
         )
     return head.weight.detach()
+
+
+def tensor_sha256(tensor: Tensor) -> str:
+    """Hash of a tensor's bytes."""
+    return hashlib.sha256(tensor.cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
 def _split(examples: list[Example], tokens: int, padded: bool = False) -> list[list[Example]]:
@@ -212,7 +267,9 @@ def _open_index(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if not path.exists():
         return {"settings": settings, "shards": {}, "complete": False}
     index = json.loads(path.read_text())
-    differing = [key for key in settings if index["settings"].get(key) != settings[key]]
+    # A folder of an earlier version lacks the newer settings: it goes on without a check of these.
+    stored = index["settings"]
+    differing = [key for key in settings if key in stored and stored[key] != settings[key]]
     if differing:
         raise ValueError(
             f"{folder} holds features made with another {', '.join(differing)}: give an empty folder, or the same "

@@ -17,18 +17,31 @@ class MuonAdamW(torch.optim.Optimizer):
 
     The size of Muon's steps is matched to AdamW's (`match_rms_adamw`), so that `matrix_lr` reads like an AdamW rate.
     Norm weights, embedding and head go with `other_lr`: SmolLM2's first norm weighs 0.006 in the median, and a step of
-    a matrix's size would overturn it. Neither decays weights.
+    a matrix's size would overturn it. Weight decay is decoupled, times the rate, and spares norms and biases.
     """
 
-    def __init__(self, model: nn.Module, matrix_lr: float, other_lr: float, betas: tuple[float, float], fused: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        matrix_lr: float,
+        other_lr: float,
+        betas: tuple[float, float],
+        weight_decay: float = 0.0,
+        fused: bool = True,
+    ):
         matrices, others = [], []
         for name, parameter in model.named_parameters():  # a tied head comes once, as the embedding
             if parameter.requires_grad:
                 is_matrix = parameter.ndim == 2 and name.startswith(("fc.", "layers."))
                 (matrices if is_matrix else others).append(parameter)
+        groups = [{"params": others, "weight_decay": 0.0}]
+        if weight_decay:
+            tables = [parameter for parameter in others if parameter.ndim > 1]
+            vectors = [parameter for parameter in others if parameter.ndim < 2]
+            groups = [{"params": vectors, "weight_decay": 0.0}, {"params": tables, "weight_decay": weight_decay}]
         self.parts = [
-            Muon(matrices, lr=matrix_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-            AdamW(others, lr=other_lr, betas=betas, weight_decay=0.0, fused=fused),
+            Muon(matrices, lr=matrix_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+            AdamW(groups, lr=other_lr, betas=betas, fused=fused),
         ]
         # The groups are those of the parts, so that a scheduler that sets a group's rate sets theirs.
         super().__init__([group for part in self.parts for group in part.param_groups], {})

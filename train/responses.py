@@ -5,7 +5,6 @@ that repeats itself is cut. Finished responses are appended as they come, and a 
 was: what is in the output file is not asked again.
 """
 
-import gzip
 import hashlib
 import json
 import logging
@@ -23,7 +22,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from osprey.train.data import check_file
+from osprey.train.examples import user_prompt_ids
 from osprey.train.grouped_attention import use_grouped_attention
+from osprey.train.jsonl import read_rows
 from osprey.train.precision import use_bf16
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ def respond(arguments: RespondArguments) -> dict[str, Any]:
         raise ValueError("--batch, --max_new_tokens and --temperature must be more than zero.")
     out = Path(arguments.out)
     answered = answered_ids(out)
-    rows = [row for row in read_prompts(arguments.prompts) if row["id"] not in answered]
+    prompts = [row for path in arguments.prompts for row in read_rows(check_file(Path(path)), ("id", "prompt"))]
+    rows = [row for row in prompts if row["id"] not in answered]
     random.Random(arguments.seed).shuffle(rows)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if use_bf16(arguments.precision, device) else torch.float32
@@ -94,19 +96,6 @@ def respond(arguments: RespondArguments) -> dict[str, Any]:
     return {**counts, "seconds": round(time.time() - start, 1)}
 
 
-def read_prompts(paths: list[str]) -> Iterator[dict[str, Any]]:
-    for path in paths:
-        opener = gzip.open if check_file(Path(path)).suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    row = json.loads(line)
-                    row["id"], row["prompt"]  # noqa: B018
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{path}, line {number}: a JSON object with `id` and `prompt` is due.") from error
-                yield row
-
-
 def answered_ids(out: Path) -> set[str]:
     """Ids in `out`; a last line without its end, of a run that was killed, is cut off."""
     if not out.exists():
@@ -130,11 +119,9 @@ def batches(
     for start in range(0, len(rows), pool_size):
         pool = []
         for row in rows[start : start + pool_size]:
-            messages = [{"role": "user", "content": row["prompt"]}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            if len(prompt_ids) <= arguments.max_prompt_tokens:
-                pool.append((row, prompt_ids))
+            ids = user_prompt_ids(tokenizer, row["prompt"])
+            if len(ids) <= arguments.max_prompt_tokens:
+                pool.append((row, ids))
         pool.sort(key=lambda item: len(item[1]))
         cut = [pool[first : first + arguments.batch] for first in range(0, len(pool), arguments.batch)]
         random.Random(arguments.seed).shuffle(cut)  # short prompts must not all come first
@@ -155,7 +142,7 @@ def answer(
     arguments: RespondArguments,
     generator: torch.Generator,
 ) -> list[dict[str, Any]]:
-    """The responses to one batch, in its order."""
+    """The responses to one batch, in its order; `response_ids` are the very tokens, with the one that ended them."""
     device = model.device
     temperatures = torch.tensor([temperature_of(row["id"], arguments) for row, _ in batch], device=device)  # [B]
     padded = tokenizer.pad({"input_ids": [ids for _, ids in batch]}, return_tensors="pt").to(device)
@@ -167,6 +154,7 @@ def answer(
 
     alive = list(range(len(batch)))  # rows of the batch that are still being answered
     responses: list[list[int]] = [[] for _ in batch]
+    end_tokens: list[list[int]] = [[] for _ in batch]  # the token that ended a response, where one did
     finish = ["length"] * len(batch)
     tokens, pending = padded["input_ids"], []
     past = 0
@@ -188,6 +176,7 @@ def answer(
         for slot, (row, new) in enumerate(zip(alive, torch.cat(pending, 1).tolist(), strict=True)):
             responses[row] += new
             if (end := next((at for at, token in enumerate(responses[row]) if token in end_ids), None)) is not None:
+                end_tokens[row] = responses[row][end : end + 1]
                 responses[row], finish[row] = responses[row][:end], "stop"
             elif (end := loop_end(responses[row])) is not None:
                 responses[row], finish[row] = responses[row][:end], "loop"
@@ -205,11 +194,12 @@ def answer(
         {
             **row,
             "response": tokenizer.decode(response, skip_special_tokens=True),
+            "response_ids": response + end,
             "temperature": temperature_of(row["id"], arguments),
             "finish": reason,
             "tokens": len(response),
         }
-        for (row, _), response, reason in zip(batch, responses, finish, strict=True)
+        for (row, _), response, end, reason in zip(batch, responses, end_tokens, finish, strict=True)
     ]
 
 

@@ -93,14 +93,16 @@ def accepted_lengths(correct: Tensor) -> Tensor:
     return correct.long().cumprod(-1).sum(-1)
 
 
-def walk_rounds(accepted: list[int]) -> list[int]:
-    """Tokens emitted by each verification round when a response is generated with this drafter, greedily.
+def walk_rounds(accepted: list[int], steps: int) -> list[tuple[int, int]]:
+    """The verification rounds, (drafted, accepted), of a response that is generated with this drafter, greedily.
 
     Args:
         accepted: draft tokens accepted by a round that starts at the i-th response token's state (i from 0 on).
+        steps: draft tokens in a round.
     """
-    emitted, position = [], 0
+    rounds, position = [], 0
     while position < len(accepted):
-        emitted.append(min(accepted[position] + 1, len(accepted) - position))  # nothing follows the response
-        position += emitted[-1]
-    return emitted
+        # Where the response ends inside the draft, its last token stands for the bonus token: nothing follows.
+        rounds.append((steps, min(accepted[position], len(accepted) - position - 1)))
+        position += rounds[-1][1] + 1
+    return rounds

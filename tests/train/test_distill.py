@@ -1,166 +1,29 @@
-"""The unrolled training forward is what drafting computes, and the loss is what its formula says."""
+"""Stage 4 offline: a run learns, resumes bitwise, and refuses what does not belong together."""
 
 import json
-import math
 
 import pytest
 import torch
 from bytes_tokenizer import VOCABULARY as BYTES
 from bytes_tokenizer import bytes_tokenizer
-from tiny import DraftLog, oracle, tiny_drafter, tiny_prompt, tiny_target
-from transformers.cache_utils import DynamicCache
+from tiny import tiny_drafter, tiny_target
+from transformers import AutoModelForCausalLM, TrainerState
 
 from osprey.cli.distill import main
-from osprey.modeling import OspreyDrafter
+from osprey.modeling import OspreyDrafter, record_acceptance
+from osprey.train.distill import load_drafter
+from osprey.train.distillation_config import OspreyDistillationConfig
+from osprey.train.distillation_trainer import OspreyDistillationTrainer, _StopAtNan
+from osprey.train.examples import user_prompt_ids
+from osprey.train.feature_data import FeatureDataset, RowSubset
 from osprey.train.features import FeatureArguments, prepare_features
-from osprey.train.losses import normalised_head, normalised_teacher, soft_cross_entropy
-from osprey.train.unroll import Chains, accepted_lengths, find_chains, unroll, walk_rounds
 
-STEPS = 4
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 
 
-def target_taps(target, drafter, ids):
-    states = target(ids, output_hidden_states=True).hidden_states
-    return torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
-
-
-def draft_by_hand(drafter, ids, taps, anchor, steps):
-    """One chain as in generation: true contexts up to the anchor, then token by token on the drafter's own output."""
-    cache = DynamicCache(config=drafter.config)
-    context = drafter.project_taps(taps[:, : anchor + 1])
-    hidden = drafter.run_layers(ids[:, 1 : anchor + 2], context, cache=cache)
-    outputs = [hidden[:, -1]]
-    for step in range(1, steps):
-        token, position = ids[:, anchor + 1 + step, None], torch.tensor([[anchor + step]])
-        hidden = drafter.run_layers(token, outputs[-1][:, None], position_ids=position, cache=cache)
-        outputs.append(hidden[:, -1])
-    return outputs
-
-
-@pytest.mark.parametrize("fraction", [1.0, 0.4])
-@torch.no_grad()
-def test_unrolled_steps_are_draft_steps(fraction):
-    target = tiny_target()
-    drafter = tiny_drafter(target)
-    ids, lengths, prompt = torch.cat([tiny_prompt(13, 0), tiny_prompt(13, 1)]), [13, 10], [5, 3]
-    taps = target_taps(target, drafter, ids)
-    mask = torch.stack([(torch.arange(13) >= prompt[row]) & (torch.arange(13) < lengths[row]) for row in range(2)])
-    ids[1, lengths[1] :] = 0  # padding must not matter
-    taps[1, lengths[1] :] = 1e3
-
-    torch.manual_seed(0)
-    chains = find_chains(mask, STEPS, fraction)
-    outputs = unroll(drafter, ids, taps, chains, STEPS)
-    compared = 0
-    for row in range(2):
-        for column, anchor in enumerate(chains.anchors[row].tolist()):
-            num_steps = int(chains.num_steps[row, column])
-            if num_steps == 0:
-                continue
-            expected = draft_by_hand(drafter, ids[row : row + 1], taps[row : row + 1], anchor, num_steps)
-            for step in range(num_steps):
-                actual = outputs[step][row, anchor if step == 0 else column]
-                torch.testing.assert_close(actual, expected[step][0], rtol=1e-4, atol=1e-5)
-                compared += 1
-    assert compared == int(chains.num_steps.sum()) > 0
-
-
-def test_unrolled_steps_are_the_generators(monkeypatch):
-    """The same against assisted generation itself, whose drafts are steered to the target's own text."""
-    target = tiny_target()
-    drafter = tiny_drafter(target)
-    drafter.generation_config.update(num_assistant_tokens=STEPS, assistant_confidence_threshold=0.0)
-    prompt = tiny_prompt()
-    truth = target.generate(prompt, max_new_tokens=16, do_sample=False)
-    oracle(monkeypatch, truth, rate=1.0)
-    log = DraftLog().start(monkeypatch)
-    target.generate(prompt, max_new_tokens=16, do_sample=False, assistant_model=drafter)
-
-    with torch.no_grad():
-        taps = target_taps(target, drafter, truth)
-        anchors = torch.arange(truth.shape[1] - STEPS - 1)[None]
-        outputs = unroll(drafter, truth, taps, Chains(anchors, torch.full_like(anchors, STEPS)), STEPS)
-        deepest = 0
-        for verified, ids, logits in log.steps:
-            step = ids.shape[1] - verified
-            anchor = verified - 2  # the state before the last verified token
-            if anchor >= anchors.shape[1]:
-                continue
-            expected = drafter.draft_logits(outputs[step][:, anchor])
-            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-            deepest = max(deepest, step)
-    assert deepest == STEPS - 1
-
-
-def test_chains_start_and_end_inside_the_response():
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1]], dtype=torch.bool)
-    chains = find_chains(mask, steps=2)
-    # Row 0: state 2 precedes the first response token 3 and predicts 4; state 4 predicts the last, 6.
-    assert chains.anchors[0].tolist() == [2, 3, 4]
-    assert chains.num_steps.tolist() == [[2, 2, 1], [2, 1, 0], [0, 0, 0]]
-    assert chains.anchors[1, :2].tolist() == [0, 1]
-    torch.manual_seed(0)
-    some = find_chains(mask, steps=2, fraction=0.5)
-    assert (some.num_steps > 0).sum(1).tolist() == [2, 1, 0]
-    assert set(some.anchors[0].tolist()) < {2, 3, 4}
-
-
-def test_accepted_lengths_and_rounds():
-    correct = torch.tensor([[True, True, False, True], [False, True, True, True], [True] * 4])
-    assert accepted_lengths(correct).tolist() == [2, 0, 4]
-    # Round 1 at state 0 emits 3 tokens, the next starts at state 3.
-    assert walk_rounds([2, 9, 9, 0, 1, 9]) == [3, 1, 2]
-    assert walk_rounds([3, 2, 1]) == [3]  # the draft would go on, the response does not
-
-
-@pytest.mark.parametrize("chunk", [3, 100])
-def test_loss_and_gradients_are_the_formulas(chunk):
-    torch.manual_seed(0)
-    rows, h, H, V, D = 10, 6, 5, 30, 12
-    student = torch.randn(rows, h, requires_grad=True)
-    head = torch.randn(D, h, requires_grad=True)
-    hidden, target_head = torch.randn(rows, H), torch.randn(V, H)
-    ids = torch.randperm(V)[:D]
-    weights = torch.rand(rows)
-    labels = torch.randint(-1, D, (rows,))
-    logsumexp = (hidden @ target_head.T).logsumexp(-1)
-    loss, losses, hits = soft_cross_entropy(
-        student,
-        head,
-        normalised_teacher(hidden, logsumexp),
-        normalised_head(target_head[ids]),
-        labels,
-        weights,
-        chunk,
-    )
-    (3 * loss).backward()  # a factor, as gradient accumulation has one
-
-    p = (hidden @ target_head.T).softmax(-1)[:, ids]  # not renormalised
-    other, other_head = student.detach().clone().requires_grad_(), head.detach().clone().requires_grad_()
-    expected = -(p * (other @ other_head.T).log_softmax(-1)).sum(-1)
-    (3 * (expected * weights).sum()).backward()
-    torch.testing.assert_close(losses, expected.detach())
-    torch.testing.assert_close(loss, (expected * weights).sum())
-    torch.testing.assert_close(student.grad, other.grad)
-    torch.testing.assert_close(head.grad, other_head.grad)
-    assert torch.equal(hits, (other @ other_head.T).argmax(-1) == labels)
-    assert hits.any() or (labels == -1).any()
-
-
-def test_loss_in_bf16_is_close_for_large_logits():
-    """Folding the log-sum-exp into the product keeps likely tokens' probabilities accurate to a few percent."""
-    torch.manual_seed(0)
-    hidden, target_head = torch.randn(64, 32), torch.randn(50, 32)
-    logits = hidden @ target_head.T
-    assert logits.max() > 16
-    exact = logits.log_softmax(-1)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        teacher = normalised_teacher(hidden, logits.logsumexp(-1))
-        approximate = (teacher.bfloat16() @ normalised_head(target_head).bfloat16().T).float()
-    likely = exact > math.log(0.5)
-    assert likely.any()
-    assert (approximate - exact)[likely].abs().max() < 0.06
+def prepare(line, data, features, **changes):
+    settings = {"target": str(line / "target"), "data": [str(line / data)], "features": str(line / features)}
+    return prepare_features(FeatureArguments(**settings | {"precision": "fp32"} | changes))
 
 
 @pytest.fixture
@@ -179,14 +42,7 @@ def line(tmp_path):
                 "response": f"well, {number * 7}!",
             }
             file.write(json.dumps(row | {"temperature": 0.0, "finish": "stop"}) + "\n")
-    prepare_features(
-        FeatureArguments(
-            target=str(tmp_path / "target"),
-            data=[str(tmp_path / "responses.jsonl")],
-            features=str(tmp_path / "features"),
-            precision="fp32",
-        )
-    )
+    prepare(tmp_path, "responses.jsonl", "features")
     drafter = tiny_drafter(target, tie_word_embeddings=True, shortlist=list(range(0, BYTES, 2)), eos_token_id=2)
     drafter.save_pretrained(tmp_path / "drafter")
     tokenizer.save_pretrained(tmp_path / "drafter")
@@ -213,14 +69,58 @@ def flags(line, out, checkpoints, **changes):
 
 
 def test_training_lowers_the_held_out_loss(line):
-    command = flags(line, "out", "a", max_steps=60, learning_rate=0.02, eval_steps=1, logging_steps=20, save_steps=60)
+    command = flags(
+        line,
+        "out",
+        "a",
+        max_steps=40,
+        learning_rate=0.02,
+        eval_steps=40,
+        eval_on_start=True,
+        logging_steps=20,
+        save_steps=40,
+    )
     assert main(command) == 0
-    history = json.loads((line / "a" / "checkpoint-60" / "trainer_state.json").read_text())["log_history"]
+    history = json.loads((line / "a" / "checkpoint-40" / "trainer_state.json").read_text())["log_history"]
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
-    assert len(losses) == 60
+    assert len(losses) == 2
     assert losses[-1] < 0.9 * losses[0]
-    record = json.loads((line / "out" / "training.json").read_text())["stages"][-1]
-    assert 1.0 <= record["held_out"]["eval_mal"] <= 4.0
+
+
+def test_simulated_mal_is_the_generators(line):
+    """On responses that the target wrote greedily: the same rounds as in assisted generation itself."""
+    target = AutoModelForCausalLM.from_pretrained(line / "target")
+    drafter = load_drafter(str(line / "drafter"))
+    tokenizer = bytes_tokenizer(TEMPLATE)
+    prompts = [torch.tensor([user_prompt_ids(tokenizer, f"ask {number}")]) for number in range(8)]
+    with open(line / "greedy.jsonl", "w") as file:
+        for number, prompt in enumerate(prompts):
+            ids = target.generate(prompt, do_sample=False, max_new_tokens=24)[0, prompt.shape[1] :].tolist()
+            row = {"id": f"a-{number}", "prompt": f"ask {number}", "response": "", "response_ids": ids}
+            file.write(json.dumps(row | {"temperature": 0.0}) + "\n")
+    prepare(line, "greedy.jsonl", "greedy")
+    rows = RowSubset(FeatureDataset([line / "greedy"]), list(range(8)))
+    config = OspreyDistillationConfig(
+        output_dir=str(line / "x"),
+        precision="fp32",
+        unroll_steps=3,
+        learning_rate=0.02,
+        max_steps=40,
+        save_steps=100,
+        eval_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = OspreyDistillationTrainer(drafter, config, rows, rows)
+    trainer.train()
+    found = trainer.evaluate()["eval_mal"]
+    drafter.eval()
+    drafter.generation_config.update(num_assistant_tokens=3, assistant_confidence_threshold=0.0)
+    with record_acceptance() as calls:
+        for prompt in prompts:
+            target.generate(prompt, do_sample=False, max_new_tokens=24, assistant_model=drafter)
+    rounds = [pair for call in calls for pair in call.rounds]
+    assert found == pytest.approx(sum(accepted + 1 for _, accepted in rounds) / len(rounds), abs=1e-4)
+    assert found > 1.3  # the training above makes drafts right
 
 
 def test_training_resumes_where_it_stopped(line):
@@ -241,7 +141,7 @@ def test_training_resumes_where_it_stopped(line):
     assert not torch.equal(start["fc.weight"], whole["fc.weight"])
 
 
-def test_recipe_and_refusals(line, tmp_path):
+def test_recipe(line, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 1\nlearning_rate: 0.01\nunroll_steps: 2\n")
     command = flags(line, "out", "c")
@@ -253,9 +153,134 @@ def test_recipe_and_refusals(line, tmp_path):
     assert record["recipe"]["unroll_steps"] == 3  # the flag goes before the recipe
     with pytest.raises(FileExistsError, match="exists already"):
         main(command)
-    with pytest.raises(ValueError, match="not a feature folder"):
-        main(flags(line, "other", "d", features=line / "drafter"))
+
+
+def test_standard_output_is_the_record_alone(line, capsys):
+    assert main([*flags(line, "out", "c", max_steps=2, disable_tqdm=False), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 2
+
+
+def test_a_run_folder_belongs_to_one_run(line, capsys):
+    settings = {"max_steps": 3, "eval_strategy": "no"}
+    assert main(flags(line, "out", "run", **settings)) == 0
+    with pytest.raises(ValueError, match=r"another recipe \(learning_rate\): give another --output_dir"):
+        main(flags(line, "other", "run", **settings, learning_rate=0.5))
+    prepare(line, "responses.jsonl", "short", max_length=12)
+    with pytest.raises(ValueError, match="another data: give"):
+        main(flags(line, "other", "run", **settings, features=line / "short"))
+    (line / "out").rename(line / "drafter-2")
+    command = flags(line, "other", "run", **settings)
+    with pytest.raises(ValueError, match="another drafter: give"):
+        main([str(line / "drafter-2"), *command[1:]])
+    (line / "run" / "run.json").unlink()  # as before there were such files
+    assert main(command) == 0
+
+
+def test_other_targets_features_are_refused(line):
+    """Another target of the same shape: its head tells it apart."""
+    assert main(flags(line, "out", "run", max_steps=1)) == 0
+    tiny_target(seed=5, vocab_size=BYTES, eos_token_id=2, bos_token_id=1).save_pretrained(line / "target")
+    prepare(line, "responses.jsonl", "others")
+    with pytest.raises(ValueError, match=r"another target \(its head differs\)"):
+        FeatureDataset([line / "features", line / "others"])
+    command = flags(line, "new", "run-2", features=line / "others")
+    with pytest.raises(ValueError, match="distilled from another target"):
+        main([str(line / "out"), *command[1:]])
+    index = json.loads((line / "features" / "index.json").read_text())
+    del index["settings"]["head_sha256"]  # as before there were such hashes: the stored head is hashed
+    (line / "features" / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"another target \(its head differs\)"):
+        FeatureDataset([line / "features", line / "others"])
+
+
+def test_damaged_features_are_refused(line):
+    shard = next((line / "features").glob("features-*"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(OSError, match="is damaged"):
+        main(flags(line, "out", "run"))
+
+
+def test_refusals(line):
+    cases = {
+        "not a feature folder": {"features": line / "drafter"},
+        "unroll_steps must be at least 1": {"unroll_steps": 0},
+        "--packing has no effect": {"packing": True},
+        "--optim adafactor has no effect beside Muon": {"optim": "adafactor"},
+        "--other_learning_rate has no effect without Muon": {"muon": False, "other_learning_rate": 0.1},
+        "use --precision bf16": {"bf16": True},
+        "lmbda and seq_kd need the target": {"lmbda": 0.5},
+        "there is no option --unrol_steps, did you mean --unroll_steps": {"unrol_steps": 2},
+        "unroll_steps.*: invalid int value": {"unroll_steps": "two"},
+    }
+    for message, changes in cases.items():
+        with pytest.raises(ValueError, match=message):
+            main(flags(line, "out", "d", **changes))
+    with pytest.raises(ValueError, match="either --features .* or --target"):
+        main([str(line / "drafter"), "--out", str(line / "out")])
+    with pytest.raises(ValueError, match="unexpected argument 'more'"):
+        main([str(line / "drafter"), "more"])
     other = tiny_drafter(tiny_target(vocab_size=BYTES), target_layer_ids=[0, 2, 3])
     other.save_pretrained(line / "drafter")
     with pytest.raises(ValueError, match="target_layer_ids"):
         main(flags(line, "other", "d"))
+    assert not list(line.glob(".*"))
+
+
+@pytest.mark.parametrize("settings", [{"muon": True}, {"muon": False, "optim": "adamw_torch"}])
+def test_weight_decay_shrinks_the_matrices_and_spares_the_norms(line, settings):
+    rows = RowSubset(FeatureDataset([line / "features"]), list(range(8)))
+    norms = []
+    for decay in (0.0, 0.5):
+        drafter = load_drafter(str(line / "drafter"))
+        config = OspreyDistillationConfig(
+            output_dir=str(line / "x"),
+            precision="fp32",
+            max_steps=1,
+            weight_decay=decay,
+            learning_rate=0.1,
+            eval_strategy="no",
+            save_strategy="no",
+            warmup_steps=0,
+            disable_tqdm=True,
+            **settings,
+        )
+        OspreyDistillationTrainer(drafter, config, rows).train()
+        norms.append((drafter.fc.weight.detach().clone(), drafter.norm.weight.detach().clone()))
+    start = load_drafter(str(line / "drafter")).fc.weight.detach()
+    torch.testing.assert_close(norms[0][0] - norms[1][0], 0.1 * 0.5 * start)
+    assert torch.equal(norms[0][1], norms[1][1])
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(line, monkeypatch):
+    """It says where, and leaves the last good checkpoint, from which the run goes on."""
+    draft, calls = OspreyDistillationTrainer.draft, []
+
+    def spoilt(trainer, *arguments, **kwargs):
+        results = draft(trainer, *arguments, **kwargs)
+        calls.append(1)
+        if len(calls) == 5:
+            results.loss = results.loss * float("nan")
+        return results
+
+    monkeypatch.setattr(OspreyDistillationTrainer, "draft", spoilt)
+    with pytest.raises(ValueError, match=r"loss of step 5 is nan, in the batch of the rows p-\d+, p-\d+"):
+        main(flags(line, "out", "run", eval_strategy="no"))
+    assert not (line / "out").exists()
+    assert [path.name for path in (line / "run").glob("checkpoint-*")] == ["checkpoint-3"]
+    monkeypatch.undo()
+    assert main(flags(line, "out", "run", eval_strategy="no")) == 0
+    assert main(flags(line, "whole", "other", eval_strategy="no")) == 0
+    whole = OspreyDrafter.from_pretrained(line / "whole").state_dict()
+    for name, tensor in OspreyDrafter.from_pretrained(line / "out").state_dict().items():
+        assert torch.equal(tensor, whole[name]), name
+
+
+def test_gradients_that_are_not_finite_stop_before_the_step(line):
+    callback = _StopAtNan()
+    drafter = load_drafter(str(line / "drafter"))
+    drafter.fc.weight.grad = torch.full_like(drafter.fc.weight, float("inf"))
+    state, config = TrainerState(global_step=6), OspreyDistillationConfig(output_dir=str(line / "x"))
+    with pytest.raises(ValueError, match="gradients of step 7 are not finite"):
+        callback.on_pre_optimizer_step(config, state, None, model=drafter)

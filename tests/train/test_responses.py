@@ -53,6 +53,7 @@ def test_greedy_answers_are_those_of_generate(files, monkeypatch):
         ids = tokenizer(f"[{row['prompt']}]>", add_special_tokens=False, return_tensors="pt")["input_ids"]
         new = target.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :].tolist()
         ended = 2 in new
+        assert row["response_ids"] == (new[: new.index(2) + 1] if ended else new)
         new = new[: new.index(2)] if ended else new
         assert row["response"] == tokenizer.decode(new, skip_special_tokens=True)
         assert (row["finish"], row["tokens"]) == ("stop" if ended else "length", len(new))
@@ -130,7 +131,7 @@ def test_refusals(files, capsys):
     run = ["respond", "--target", str(files / "target"), "--out", str(files / "new.jsonl")]
     cases = {
         ("--prompts", str(files / "none.jsonl")): "there is no data file",
-        ("--prompts", str(files / "bad.jsonl")): "line 2: a JSON object with `id` and `prompt` is due",
+        ("--prompts", str(files / "bad.jsonl")): "line 2: the row has no `prompt`",
         ("--prompts", str(files / "prompts.jsonl"), "--batch", "0"): "must be more than zero",
         ("--prompts", str(files / "prompts.jsonl"), "--out", str(files / "text.jsonl")): "is not a file of responses",
     }

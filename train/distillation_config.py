@@ -1,0 +1,120 @@
+"""Settings of stage 4: TRL's for knowledge distillation, and those of the unrolled draft steps."""
+
+import warnings
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from osprey.train.precision import use_bf16
+
+with warnings.catch_warnings():  # of TRL, about all that lives in `trl.experimental`
+    warnings.simplefilter("ignore")
+    from trl.experimental.gkd import GKDConfig
+
+MUON_OTHER_LEARNING_RATE = 3e-4
+# Settings that GKDConfig inherits and that have no meaning here: a value that changes nothing would mislead.
+WITHOUT_EFFECT = (
+    *("packing", "packing_strategy", "eval_packing", "padding_free", "pad_to_multiple_of", "truncation_mode"),
+    *("assistant_only_loss", "completion_only_loss", "loss_type", "label_smoothing_factor", "eos_token", "pad_token"),
+    *("chat_template_path", "dataset_text_field", "dataset_kwargs", "dataset_num_proc", "shuffle_dataset"),
+    *("model_init_kwargs", "teacher_model_name_or_path", "trust_remote_code", "router_aux_loss_coef"),
+    *(
+        "gradient_checkpointing",
+        "activation_checkpointing",
+        "activation_offloading",
+        "use_liger_kernel",
+        "disable_dropout",
+        "fp16",
+    ),
+)
+
+
+@dataclass
+class OspreyDistillationConfig(GKDConfig):
+    """Trainer settings with the paper's defaults for clipping, warm-up, unroll and decay.
+
+    Of `GKDConfig`, with TRL's meaning (Agarwal et al. 2024, arXiv 2306.13649): `beta`, the divergence (0: forward KL,
+    as a soft cross-entropy; 1: reverse KL; between: generalised Jensen-Shannon); `lmbda`, the share of the batches
+    whose completions the student wrote; `seq_kd`, completions by the target for the others; `temperature` and
+    `max_new_tokens` of these completions. The last four need the target in the step (online). What a drafter "writes"
+    is a draft, so student-written text is assisted generation that keeps every draft unverified
+    (`osprey.train.completions`). Its default is 0: what follows a wrong draft is never verified, so that states behind
+    the drafter's own mistakes do not occur in use.
+
+    Args:
+        learning_rate: with Muon that of the matrices of the blocks and `fc`, without it that of everything.
+        other_learning_rate: with Muon that of the embedding, the head and the norms, by AdamW.
+        muon: Muon for the matrices (`MuonAdamW`); without it `optim` decides.
+        unroll_steps: draft steps in training, K.
+        unroll_decay: the loss of step k (from 0 on) weighs `unroll_decay ** k`.
+        unroll_fraction: share of the positions of each row, at random in each step, at which a chain goes past its
+            step 0. The expected loss does not depend on it.
+        loss_chunk_size: positions whose logits exist at a time.
+        freeze_embeddings: keep the embedding, and a head that is tied to it, as they are.
+        precision: `auto`, `bf16` (autocast) or `fp32`; loss and softmax are fp32 always.
+        max_length: online, tokens of prompt and response that are kept.
+    """
+
+    output_dir: str | None = field(
+        default=None, metadata={"help": "checkpoints, kept to go on from (default: OUT.run)"}
+    )
+    learning_rate: float = field(default=2e-3)
+    lr_scheduler_type: str = field(default="cosine")
+    warmup_steps: float = field(default=0.04)
+    max_grad_norm: float = field(default=1.0)
+    adam_beta2: float = field(default=0.95)
+    per_device_train_batch_size: int = field(default=16)
+    per_device_eval_batch_size: int = field(default=16)
+    logging_steps: float = field(default=20)
+    save_steps: float = field(default=500)
+    save_total_limit: int | None = field(default=2)
+    eval_strategy: str = field(default="steps")
+    eval_steps: float | None = field(default=500)
+    remove_unused_columns: bool = field(default=False)
+    gradient_checkpointing: bool | None = field(default=None)
+    beta: float = field(default=0.0, metadata={"help": "divergence: 0 forward KL, 1 reverse KL, between: JSD"})
+    lmbda: float = field(default=0.0, metadata={"help": "online: share of batches with text of the drafter's own"})
+    temperature: float = field(default=1.0, metadata={"help": "online: sampling temperature of completions"})
+    max_length: int | None = field(default=2048, metadata={"help": "online: tokens kept of prompt and response"})
+    muon: bool = field(default=True, metadata={"help": "Muon for the matrices; without it --optim for everything"})
+    other_learning_rate: float | None = field(
+        default=None, metadata={"help": f"with Muon: of embedding, head, norms (default: {MUON_OTHER_LEARNING_RATE})"}
+    )
+    unroll_steps: int = field(default=5, metadata={"help": "draft steps in training"})
+    unroll_decay: float = field(default=0.8, metadata={"help": "weight of draft step k: decay ** k"})
+    unroll_fraction: float = field(default=1.0, metadata={"help": "share of positions with steps past the first"})
+    loss_chunk_size: int = field(default=256, metadata={"help": "positions whose logits exist at a time"})
+    freeze_embeddings: bool = field(default=True, metadata={"help": "keep the embedding, and a tied head, fixed"})
+    precision: str = field(default="auto", metadata={"help": "bf16 autocast: auto, bf16 or fp32"})
+
+    def __post_init__(self):
+        if self.unroll_steps < 1 or not 0.0 < self.unroll_fraction <= 1.0:
+            raise ValueError(
+                f"unroll_steps must be at least 1 and unroll_fraction in (0, 1], but they are {self.unroll_steps} and "
+                f"{self.unroll_fraction}."
+            )
+        self._refuse_settings_without_effect()
+        if self.muon and self.other_learning_rate is None:
+            self.other_learning_rate = MUON_OTHER_LEARNING_RATE
+        self.use_cpu = self.use_cpu or not torch.cuda.is_available()
+        bf16 = use_bf16(self.precision, "cpu" if self.use_cpu else "cuda")
+        if self.bf16 not in (None, bf16):
+            raise ValueError("--bf16 has no effect on distillation: use --precision bf16 or fp32.")
+        self.bf16 = bf16
+        super().__post_init__()
+        if self.world_size > 1:  # the unrolled steps call the drafter past a DDP wrapper: gradients would not meet
+            raise ValueError(
+                f"distillation trains in one process, but there are {self.world_size}: start it without a launcher "
+                '(a large target can be spread over cards by --teacher_model_init_kwargs \'{"device_map": "auto"}\').'
+            )
+        self._n_gpu = min(self._n_gpu, 1)  # further cards are the target's: no DataParallel
+
+    def _refuse_settings_without_effect(self) -> None:
+        own = {entry.name: entry for entry in fields(self)}
+        for name in WITHOUT_EFFECT:
+            if getattr(self, name) != own[name].default:
+                raise ValueError(f"--{name} has no effect on distillation: leave it out.")
+        if self.muon and self.optim != own["optim"].default:
+            raise ValueError(f"--optim {self.optim} has no effect beside Muon: give --muon false with it.")
+        if not self.muon and self.other_learning_rate is not None:
+            raise ValueError("--other_learning_rate has no effect without Muon: leave it out.")
