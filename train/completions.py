@@ -44,6 +44,7 @@ def drafter_completion(
 ) -> Tensor:
     """Ids `[1, P + new]` of a prompt `[1, P]` and of drafts that nobody verified (see above), sampled."""
     end = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    end_ids = torch.tensor([token for token in end if token is not None], dtype=torch.long, device=prompt.device)
     processors = LogitsProcessorList([TemperatureLogitsWarper(config.temperature)])
     own = GenerationConfig(do_sample=True, max_length=prompt.shape[1] + config.max_new_tokens)
     generator = drafter.osprey_candidate_generator(target, generation_config=own, logits_processor=processors)
@@ -54,8 +55,8 @@ def drafter_completion(
         outputs = target(unread, cache=cache, use_cache=True, **generator.model_kwargs_overrides)
         probabilities = processors(ids, outputs.logits[:, -1].float()).softmax(-1)  # [1, V]
         ids = torch.cat([ids, torch.multinomial(probabilities, 1).to(ids.device)], dim=1)
-        ended = torch.isin(ids[0, prompt.shape[1] :], torch.tensor(end, device=ids.device)).nonzero()
-        if end[0] is not None and len(ended):
+        ended = torch.isin(ids[0, prompt.shape[1] :], end_ids).nonzero()
+        if len(ended):
             return ids[:, : prompt.shape[1] + int(ended[0]) + 1]
         if ids.shape[1] >= own.max_length:
             return ids[:, : own.max_length]

@@ -42,7 +42,7 @@ INDEX_FILE = "index.json"
 HEAD_FILE = "head.safetensors"
 NO_TOKEN = -1
 LOGIT_ROWS = 512  # positions whose full-vocabulary logits exist at a time
-STORED_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+STORED_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass
@@ -58,7 +58,7 @@ class FeatureArguments:
     )
     tokens_per_batch: int = field(default=4096, metadata={"help": "padded tokens in a forward of the target"})
     tokens_per_shard: int = field(default=65536, metadata={"help": "tokens in a shard file, about"})
-    dtype: str = field(default="float16", metadata={"help": "stored precision: float16 or bfloat16"})
+    dtype: str = field(default="float16", metadata={"help": "stored precision: float16, bfloat16 or float32"})
     precision: str = field(default="auto", metadata={"help": "bf16 autocast: auto, bf16 or fp32"})
 
 
@@ -120,7 +120,8 @@ def prepare_features(arguments: FeatureArguments) -> Path:
     tokens = {
         f"features-{number:05d}.safetensors": sum(len(e.input_ids) for e in s) for number, s in enumerate(shards)
     }
-    _check_space(folder, sum(n for name, n in tokens.items() if name not in index["shards"]), text_config.hidden_size)
+    left = sum(count for name, count in tokens.items() if name not in index["shards"])
+    _check_space(folder, left, feature_bytes(left, text_config.hidden_size, head.itemsize))
     start, done = time.perf_counter(), 0
     with tqdm(total=sum(tokens.values()), unit="tok", desc="features") as bar:
         for name, shard in zip(tokens, shards, strict=True):
@@ -139,13 +140,13 @@ def prepare_features(arguments: FeatureArguments) -> Path:
     return folder
 
 
-def feature_bytes(tokens: int, hidden_size: int) -> int:
+def feature_bytes(tokens: int, hidden_size: int, item_bytes: int = 2) -> int:
     """Size on disk of the features of so many tokens, without the head."""
-    return tokens * (4 * hidden_size * 2 + 4 + 1 + 4 + 4)  # taps and hidden, 2 bytes each; ids, mask, logsumexp, top1
+    return tokens * (4 * hidden_size * item_bytes + 4 + 1 + 4 + 4)  # taps and hidden; ids, mask, logsumexp, top1
 
 
-def _check_space(folder: Path, tokens: int, hidden_size: int) -> None:
-    needed, free = feature_bytes(tokens, hidden_size), shutil.disk_usage(folder).free
+def _check_space(folder: Path, tokens: int, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
     logger.info("%d tokens to go, %.2f GB of features", tokens, needed / 1e9)
     if needed > free:
         raise OSError(
