@@ -37,6 +37,11 @@ class VocabularyAlignment:
     offsets: Tensor
     source_ids: Tensor = field(repr=False)
 
+    @property
+    def mapped(self) -> Tensor:
+        """Target ids that get a row, bool ``[V_target]``."""
+        return self.kinds != UNMAPPED
+
     def counts(self) -> dict[str, int]:
         """Number of target ids of each kind: ``direct``, ``single``, ``averaged``, ``unmapped``."""
         return {KINDS[kind]: int((self.kinds == kind).sum()) for kind in (DIRECT, SINGLE, AVERAGED, UNMAPPED)}

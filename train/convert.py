@@ -74,11 +74,12 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
         target_tokenizer = load_tokenizer(arguments.target, arguments.target_revision)
         config = drafter_config(backbone_config, target_config, target_tokenizer, arguments)
 
+        alignment = align_vocabularies(load_tokenizer(arguments.backbone), target_tokenizer)
         shortlist, shortlist_record = None, None
         if arguments.draft_vocab_size is not None:
             counts = count_tokens(target_tokenizer, arguments.frequencies, arguments.response_weight)
             size = arguments.draft_vocab_size
-            shortlist = choose_shortlist(counts, size, target_config.vocab_size, target_tokenizer)
+            shortlist = choose_shortlist(counts, size, target_config.vocab_size, target_tokenizer, alignment.mapped)
             shortlist_record = {
                 "size": size,
                 "files": [{"file": Path(path).name, "sha256": file_sha256(path)} for path in arguments.frequencies],
@@ -87,7 +88,6 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
             }
 
         backbone = AutoModelForCausalLM.from_pretrained(arguments.backbone, dtype=torch.float32)
-        alignment = align_vocabularies(load_tokenizer(arguments.backbone), target_tokenizer)
         drafter = OspreyDrafterForCausalLM(config)
         state = convert_state_dict(backbone, drafter, alignment, shortlist, arguments.ctx_norm_weight)
         drafter.load_state_dict(state)
@@ -235,8 +235,11 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, files: list[str], response_
     return TokenCounts(total, responses)
 
 
-def choose_shortlist(counts: TokenCounts, size: int, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """The `size` most frequent target ids, always with the end-of-sequence id and the special ids that occur.
+def choose_shortlist(
+    counts: TokenCounts, size: int, vocab_size: int, tokenizer: PreTrainedTokenizerBase, mapped: Tensor
+) -> Tensor:
+    """The `size` most frequent of the `mapped` target ids, always with the end-of-sequence id and the special ids that
+    occur.
 
     Ids of equal count are taken from the lowest on, so that byte-pair merges learnt early, which are the more common
     ones, fill what the files leave open. Returns `[size]` rising ids.
@@ -247,11 +250,11 @@ def choose_shortlist(counts: TokenCounts, size: int, vocab_size: int, tokenizer:
     if tokenizer.eos_token_id is not None:
         special.add(tokenizer.eos_token_id)
     order = sorted(
-        range(min(vocab_size, len(tokenizer))), key=lambda token_id: (token_id not in special, -counts.total[token_id])
+        mapped.nonzero()[:, 0].tolist(), key=lambda token_id: (token_id not in special, -counts.total[token_id])
     )
     if len(order) < size:
         raise ValueError(
-            f"A draft vocabulary of {size} is impossible: the target's tokenizer has {len(order)} tokens."
+            f"A draft vocabulary of {size} is impossible: the backbone has rows for {len(order)} target tokens."
         )
     return torch.tensor(sorted(order[:size]))
 

@@ -30,6 +30,7 @@ from osprey.train.examples import Example, tokenize_row
 from osprey.train.feature_data import ExampleDataset, FeatureDataset, split_rows
 from osprey.train.jsonl import read_rows
 from osprey.train.precision import use_bf16
+from osprey.train.whiten import whiten_context
 
 RUN_FILE = "run.json"
 TRAINER_DEFAULT_OUTPUT = "trainer_output"  # what TrainingArguments makes of None
@@ -81,6 +82,7 @@ def distill(arguments: DistillArguments, config: OspreyDistillationConfig) -> di
         train, held_out = split_rows(dataset, arguments.held_out_percent)
         if not train.rows:
             raise ValueError("No row is left to train on: lower --held_out_percent or give more data.")
+        whitened = offline and config.whiten_context and whiten_context(drafter, train)
         if config.output_dir == TRAINER_DEFAULT_OUTPUT:  # a run must not go on from another drafter's
             config.output_dir = f"{arguments.out}.run"
         if not held_out.rows:
@@ -103,6 +105,7 @@ def distill(arguments: DistillArguments, config: OspreyDistillationConfig) -> di
             "rows": {"train": len(train.rows), "held_out": len(held_out.rows)},
             "tokens_per_epoch": sum(train.lengths()),
             "recipe": recipe(config),
+            "whitened": whitened,
             "steps": trainer.state.global_step,
             "epochs": round(trainer.state.epoch or 0.0, 3),
             "seconds": round(time.perf_counter() - start, 1),
@@ -214,5 +217,6 @@ def recipe(config: OspreyDistillationConfig) -> dict[str, Any]:
         *("adam_beta2", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
         *("unroll_steps", "unroll_decay", "unroll_fraction", "freeze_embeddings", "precision", "bf16", "seed"),
         *("muon", "optim", "other_learning_rate", "beta", "lmbda", "seq_kd", "temperature", "max_new_tokens"),
+        "whiten_context",
     )
     return json.loads(json.dumps({name: getattr(config, name) for name in names}, default=str))

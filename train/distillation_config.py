@@ -52,6 +52,7 @@ class OspreyDistillationConfig(GKDConfig):
         loss_chunk_size: positions whose logits exist at a time.
         freeze_embeddings: keep the embedding, and a head that is tied to it, as they are.
         precision: `auto`, `bf16` (autocast) or `fp32`; loss and softmax are fp32 always.
+        whiten_context: a drafter as converted starts from an `fc` that whitens the deepest tap (`train/whiten.py`).
         max_length: online, tokens of prompt and response that are kept.
     """
 
@@ -85,6 +86,7 @@ class OspreyDistillationConfig(GKDConfig):
     unroll_fraction: float = field(default=1.0, metadata={"help": "share of positions with steps past the first"})
     loss_chunk_size: int = field(default=256, metadata={"help": "positions whose logits exist at a time"})
     freeze_embeddings: bool = field(default=True, metadata={"help": "keep the embedding, and a tied head, fixed"})
+    whiten_context: bool = field(default=True, metadata={"help": "offline: start fc from the taps' own statistics"})
     precision: str = field(default="auto", metadata={"help": "bf16 autocast: auto, bf16 or fp32"})
 
     def __post_init__(self):
