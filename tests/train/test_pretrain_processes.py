@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from osprey.cli.main import main
 
-# `--multi_gpu` makes it start two processes of this machine (with `--cpu` it wants mpirun); without cards they use gloo.
+# `--multi_gpu` starts two processes of this machine (`--cpu` would want mpirun); without cards they use gloo.
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
 LAUNCH += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
 
@@ -37,10 +38,12 @@ def losses(folder):
     return {entry["step"]: (entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry}
 
 
-def test_two_processes_do_what_one_does(flags, tmp_path, capsys):
+@pytest.mark.parametrize("strategy", ["DDP", "FSDP2"])
+def test_two_processes_do_what_one_does(flags, tmp_path, capsys, strategy):
     assert main([*flags, "--batch_rows", "2", "--out", str(tmp_path / "one")]) == 0
     one = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    command = [*LAUNCH, "-m", "osprey.cli.main", *flags, "--batch_rows", "1", "--out", str(tmp_path / "two")]
+    program = ["-m", "osprey.cli.main"] if strategy == "DDP" else [str(Path(__file__).parent / "fsdp2_on_cpu.py")]
+    command = [*LAUNCH, *program, *flags, "--batch_rows", "1", "--out", str(tmp_path / "two")]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     two = json.loads(run.stdout.strip().splitlines()[-1])
