@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,17 +77,23 @@ def activation_bytes(config: PreTrainedConfig, arguments: PretrainArguments, hea
     return arguments.batch_rows * arguments.length * elements * (2 if bf16 else 4)
 
 
-def matmul_flops(device_type: str, dtype: torch.dtype, size: int = 2048, seconds: float = 0.5) -> float:
-    """Floating-point operations a second of square matrix products, measured now for about `seconds`."""
+def matmul_flops(
+    device_type: str,
+    dtype: torch.dtype,
+    size: int = 2048,
+    seconds: float = 0.5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Floating-point operations a second of square matrix products, measured now for about `seconds` of `clock`."""
     left, right = (torch.randn(size, size, device=device_type).to(dtype) for _ in range(2))
 
     def timed(repeats: int) -> float:
-        start = time.perf_counter()
+        start = clock()
         for _ in range(repeats):
             left @ right
         if device_type == "cuda":
             torch.cuda.synchronize()
-        return (time.perf_counter() - start) / repeats
+        return (clock() - start) / repeats
 
     timed(1)  # the first product chooses its kernel
     return 2 * size**3 / timed(max(1, math.ceil(seconds / timed(1))))

@@ -2,8 +2,10 @@
 
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,53 +35,63 @@ def training_throughput(measured: ThroughputArguments, recipe: PretrainArguments
     """Times optimizer steps of `recipe` (the median counts) and square matrix products before and after them.
 
     `share_of_bound` is the arithmetic of a step's matrix products (`flops_per_token`, three times) in its time, over
-    the speed of the square products: 1 would be a step that does nothing else, at their speed.
+    the speed of the square products: 1 would be a step that does nothing else, at their speed. On a CPU both are also
+    measured in the time that the process was given (`cpu`), which other processes on the machine do not change much.
     """
-    settings_only = replace(recipe, tokens=(measured.measured_steps + 5) * recipe.step_tokens)
+    recipe = replace(recipe, tokens=(measured.measured_steps + 5) * recipe.step_tokens)
     with tempfile.TemporaryDirectory() as run:
-        settings = make_settings(settings_only, Path(run))
+        settings = make_settings(recipe, Path(run))
         settings.save_strategy = "no"
         model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=torch.float32).to(settings.device)
         tokenizer = AutoTokenizer.from_pretrained(recipe.model)
         rows = PackedRows(parse_sources(recipe.data, recipe.data_root), tokenizer, recipe.length)
-        dtype = torch.bfloat16 if use_bf16(recipe.precision, model.device.type) else torch.float32
-        bounds = [matmul_flops(model.device.type, dtype)]
-        start = time.perf_counter()
-        reading = sum(len(row["input_ids"]) for row in islice(rows.fresh(), 64)) / (time.perf_counter() - start)
-        trainer = make_trainer(settings_only, settings, model, None, rows, dict, None)
+        trainer = make_trainer(recipe, settings, model, None, rows, dict, None)
         times = _StepTimes()
         trainer.add_callback(times)
+        device_type = model.device.type
+        clocks = {"wall": time.perf_counter}
+        if device_type == "cpu":
+            clocks["cpu"] = lambda: time.process_time() / torch.get_num_threads()
+        dtype = torch.bfloat16 if use_bf16(recipe.precision, device_type) else torch.float32
+        before = {name: matmul_flops(device_type, dtype, clock=clock) for name, clock in clocks.items()}
+        times.clocks = clocks
         trainer.train()
-        bounds.append(matmul_flops(model.device.type, dtype))
-    seconds = [after - before for before, after in zip(times.ends, times.ends[1:], strict=False)][
-        -measured.measured_steps :
-    ]
-    step = median(seconds)
+        after = {name: matmul_flops(device_type, dtype, clock=clock) for name, clock in clocks.items()}
+        start = time.process_time()
+        reading = sum(len(row["input_ids"]) for row in islice(rows.fresh(), 64)) / (time.process_time() - start)
     head_rows = min(recipe.softmax_ids or model.config.vocab_size, model.config.vocab_size)
     flops = 3 * flops_per_token(model.config, recipe.length, head_rows) * recipe.step_tokens
-    bound = sum(bounds) / len(bounds)
-    return {
+    result = {
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "step_tokens": recipe.step_tokens,
-        "tokens_per_second": round(recipe.step_tokens / step, 1),
-        "seconds_per_step": {
-            "median": round(step, 4),
-            "least": round(min(seconds), 4),
-            "most": round(max(seconds), 4),
-        },
-        "reading_tokens_per_second": round(reading),
-        "gflops": round(flops / step / 1e9, 1),
-        "matmul_gflops": [round(value / 1e9, 1) for value in bounds],
-        "share_of_bound": round(flops / step / bound, 3),
+        "step_gflops": round(flops / 1e9, 2),
+        "reading_tokens_per_cpu_second": round(reading),
     }
+    for name in clocks:
+        ends = times.ends[name][-measured.measured_steps - 1 :]
+        step = median(end - begin for begin, end in pairwise(ends))
+        bound = (before[name] + after[name]) / 2
+        result[name] = {
+            "tokens_per_second": round(recipe.step_tokens / step, 1),
+            "seconds_per_step": round(step, 4),
+            "gflops": round(flops / step / 1e9, 1),
+            "matmul_gflops": [round(before[name] / 1e9, 1), round(after[name] / 1e9, 1)],
+            "share_of_bound": round(flops / step / bound, 3),
+        }
+    return result
 
 
 class _StepTimes(TrainerCallback):
+    """When each optimizer step ended, by each clock."""
+
+    clocks: dict[str, Callable[[], float]]
+
     def __init__(self) -> None:
-        self.ends: list[float] = []
+        self.ends: dict[str, list[float]] = defaultdict(list)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.device.type == "cuda":
             torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
+        for name, clock in self.clocks.items():
+            self.ends[name].append(clock())

@@ -238,7 +238,7 @@ def test_schedules(files, monkeypatch, schedule):
     rates = [losses[step][2] for step in range(1, 21)]
     for step in range(20):
         if step < 4:
-            expected = step / 4
+            expected = step / 4 if schedule == "cosine" else 0.1 + 0.9 * step / 4
         else:
             start = 4 if schedule == "cosine" else 10
             turn = max(0, (step - start) / (20 - start))
@@ -281,9 +281,8 @@ def test_logs_for_tensorboard(files):
 def test_bar_on_a_terminal_has_speed_and_time_left(files, monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     pretrain(arguments(files))
-    bar = capsys.readouterr().err.split("\r")[-1]
+    bar = [part for part in capsys.readouterr().err.split("\r") if "tokens/s" in part][-1]
     assert "1.54k/1.54k" in bar
-    assert "tokens/s" in bar
     assert "loss=" in bar
 
 
@@ -336,7 +335,6 @@ def test_refusals_leave_nothing_behind(files, capsys):
         ("--data", "en.jsonl", "--distill_share", "1.5"): "--distill_share 1.5 must be more than 0 and at most 1.",
         ("--data", "en.jsonl", "--distill_from", str(files / "larger")): "has 300 tokens in its vocabulary, the model",
         ("--data", "en.jsonl", "--warmup", "0.9", "--schedule", "wsd"): "together they must not exceed 1.",
-        ("--data", "en.jsonl", "--max_passes", "1", "--tokens", "9e5"): "ends early: 1 passes gave",
         ("--data", "latin.txt"): "is not UTF-8",
     }
     for options, message in cases.items():
@@ -344,3 +342,6 @@ def test_refusals_leave_nothing_behind(files, capsys):
         assert message in capsys.readouterr().err
     assert sorted(path.name for path in files.iterdir()) == names
     assert parse_sources(["en.jsonl"], str(files))
+    assert main([*run, "--data", "en.jsonl", "--max_passes", "1", "--tokens", "9e5"]) == 1
+    assert "the data en.jsonl ends early: 1 passes gave" in capsys.readouterr().err
+    assert not (files / "backbone").exists()
