@@ -12,6 +12,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from osprey.modeling import OspreyCandidateGenerator, OspreyConfig, OspreyDrafter
@@ -37,6 +38,7 @@ TARGET_CONFIGS = {
     "untied": (LlamaConfig, {"tie_word_embeddings": False}),
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {}),
+    "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0, 1, 1, 0]}),  # 0: a block without rotary positions
     # Five layers, the last of which attends fully, and prompts longer than the window.
     "gemma3": (Gemma3TextConfig, {"sliding_window": 7, "sliding_window_pattern": 5, "query_pre_attn_scalar": 8}),
     "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, **EXPERTS}),

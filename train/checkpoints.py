@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 TRAINING_FILE = "training.json"
 
 
@@ -21,6 +23,7 @@ def atomic_folder(out: str | Path, overwrite: bool = False) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `out` exists and `overwrite` is false.
+        OSError: weights cannot be written, or those that they are made from cannot be read.
     """
     out = Path(out)
     if out.exists() and not overwrite:
@@ -29,7 +32,10 @@ def atomic_folder(out: str | Path, overwrite: bool = False) -> Iterator[Path]:
     work = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
         work.chmod(0o755)  # mkdtemp's 0700 would stay with the checkpoint
-        yield work
+        try:
+            yield work
+        except SafetensorError as error:  # of a full disk as well
+            raise OSError(f"{out} cannot be written: {error}.") from error
         _put_in_place(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -1,204 +1,148 @@
-"""Next-token data: local text files, mixed by weight and packed into rows of equal length.
+"""Text to train on: local files and data sets on the Hub, document by document, as token ids."""
 
-A row holds as many documents as fit; a document that does not fit goes on in the next row. Positions start again at 0
-with every document, from which transformers derives attention that stays within documents (only without a cache and
-without an attention mask), and the first token of a document is no label: it does not follow from its neighbour.
-"""
-
+import codecs
 import gzip
 import zlib
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import load_dataset
-from torch.utils.data import IterableDataset
+import pyarrow
+import pyarrow.parquet
+from datasets import IterableDataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
-from osprey.train.linear_loss import IGNORE
-
-SNAPSHOTS = 1024  # positions that can be saved: more than the rows a data loader fetches ahead
+HUB = "hub:"
+FILE_TYPES = ".jsonl, .jsonl.gz, .txt, .txt.gz and .parquet"
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file of a mixture; `weight` is its share of the tokens, before all shares are scaled to sum to one."""
+    """One part of a mixture; `weight` is its share of the tokens, before all shares are scaled to sum to one.
 
-    path: Path
+    A file (`path`) or a data set of the Hub (`repo`, with its `config` and `split`), never both.
+    """
+
+    path: Path | None = None
     weight: float = 1.0
+    repo: str | None = None
+    config: str | None = None
+    split: str = "train"
+
+    @property
+    def name(self) -> str:
+        """What records and messages call it: a file's name without its place, or the data set."""
+        return self.path.name if self.path is not None else ":".join(filter(None, (self.repo, self.config)))
 
 
 def parse_sources(entries: list[str], root: str = ".") -> list[Source]:
-    """`path` or `path=weight`, below `root`; every file is checked."""
+    """`FILE` below `root`, or `hub:REPO[:CONFIG[:SPLIT]]`, each with `=WEIGHT` if wanted; every file is checked."""
     sources = []
     for entry in entries:
-        path, _, weight = entry.partition("=")
+        place, _, weight = entry.partition("=")
         try:
             share = float(weight or 1)
         except ValueError as error:
             raise ValueError(f"--data {entry}: the weight after = must be a number.") from error
         if not 0 < share < float("inf"):
             raise ValueError(f"--data {entry}: the weight must be more than zero.")
-        sources.append(Source(check_file(Path(root) / path), share))
+        if place.startswith(HUB):
+            repo, config, split, *rest = [*place.removeprefix(HUB).split(":"), "", "", ""][:4]
+            if not repo or any(rest):
+                raise ValueError(f"--data {entry}: a data set of the Hub is named hub:REPO[:CONFIG[:SPLIT]].")
+            sources.append(Source(None, share, repo, config or None, split or "train"))
+        else:
+            sources.append(Source(check_source(Path(root) / place), share))
     if not sources:
-        raise ValueError("no training data: give --data with .jsonl, .jsonl.gz, .txt or .txt.gz files.")
+        raise ValueError(f"no training data: give --data with {FILE_TYPES} files or hub:REPO data sets.")
     return sources
 
 
-def check_file(path: Path) -> Path:
-    """`path` if it is there, of a known type, not empty and, where compressed, whole."""
+def check_source(path: Path) -> Path:
+    """`path` if it is a file of one of `FILE_TYPES` that can be read to its end and is not empty."""
+    if path.suffix != ".parquet":
+        return check_file(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no data file {path}.")
-    if not path.name.removesuffix(".gz").endswith((".jsonl", ".txt")):
-        raise ValueError(f"{path} is not a data file: .jsonl, .jsonl.gz, .txt and .txt.gz are read.")
-    if path.stat().st_size == 0:
+    try:
+        rows = pyarrow.parquet.read_metadata(path).num_rows
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ValueError(f"the data file {path} is no Parquet file or a damaged one ({error}).") from error
+    if rows == 0:
         raise ValueError(f"the data file {path} is empty.")
-    if path.suffix == ".gz":
-        # Now, not hours into the run.
-        try:
-            with gzip.open(path) as file:
-                while file.read(1 << 20):
-                    pass
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"the data file {path} is truncated or damaged ({error}); fetch it again.") from error
     return path
 
 
-def documents(path: Path) -> Any:
-    """A streaming dataset of the rows of a file (JSON lines) or its paragraphs (text)."""
-    if path.name.removesuffix(".gz").endswith(".txt"):
-        return load_dataset("text", data_files=str(path), split="train", streaming=True, sample_by="paragraph")
-    return load_dataset("json", data_files=str(path), split="train", streaming=True)
+def check_file(path: Path) -> Path:
+    """`path` if it is there, JSON lines or text by its name, UTF-8, not empty and, where compressed, whole."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no data file {path}.")
+    if not path.name.removesuffix(".gz").endswith((".jsonl", ".txt")):
+        raise ValueError(f"{path} is not a data file: {FILE_TYPES} are read.")
+    # Now, not hours into the run.
+    decoder, position, blank = codecs.getincrementaldecoder("utf-8")(), 0, True
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                pending = len(decoder.getstate()[0])
+                blank = not decoder.decode(chunk).strip() and blank
+                position += len(chunk)
+            pending, chunk = len(decoder.getstate()[0]), b""
+            decoder.decode(b"", final=True)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"the data file {path} is truncated or damaged ({error}); fetch it again.") from error
+    except UnicodeDecodeError as error:
+        place = position - pending + error.start
+        raise ValueError(f"the data file {path} is not UTF-8 (at byte {place}); convert it first.") from error
+    if blank:
+        raise ValueError(f"the data file {path} is empty.")
+    return path
 
 
-def encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, path: Path) -> list[int]:
-    """Token ids of a row: its `text`, or its `prompt` and `response` in the tokenizer's chat template.
+def documents(source: Source) -> IterableDataset:
+    """A streaming dataset of the rows of a source, or of the paragraphs of a text file.
+
+    Raises:
+        OSError: the data set cannot be found on the Hub, or the Hub cannot be reached.
+    """
+    if source.path is None:
+        try:
+            return load_dataset(source.repo, source.config, split=source.split, streaming=True)
+        except Exception as error:  # connection, name, configuration and split each have an error of their own
+            raise OSError(
+                f"the data set {source.name} cannot be streamed from the Hub ({first_line(error)}): check its name "
+                "and the network, or give local files."
+            ) from error
+    name = source.path.name.removesuffix(".gz")
+    kind = "text" if name.endswith(".txt") else "parquet" if name.endswith(".parquet") else "json"
+    options = {"sample_by": "paragraph"} if kind == "text" else {}
+    return load_dataset(kind, data_files=str(source.path), split="train", streaming=True, **options)
+
+
+def encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
+    """Token ids of a row of `name`: its `text` or `content`, or its `prompt` and `response` in the chat template.
 
     An end-of-sequence token follows, but for a response that was cut (its `finish` is not `stop`).
     """
+    text = row.get("text", row.get("content"))
     if row.get("response") is not None and row.get("prompt") is not None:
         messages = [{"role": "user", "content": row["prompt"]}]
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         token_ids = tokenizer(prompt + row["response"], add_special_tokens=False)["input_ids"]
         whole = row.get("finish") in (None, "stop")
-    elif isinstance(row.get("text"), str):
-        token_ids = tokenizer(row["text"])["input_ids"]
+    elif isinstance(text, str):
+        token_ids = tokenizer(text)["input_ids"]
         whole = True
     else:
-        raise ValueError(f"{path} has a row with neither `text` nor `prompt` and `response`: {sorted(row)}.")
+        raise ValueError(
+            f"{name} has a row with neither `text` (or `content`) nor `prompt` and `response`: {sorted(row)}."
+        )
     if whole and tokenizer.eos_token_id is not None and token_ids[-1:] != [tokenizer.eos_token_id]:
         token_ids.append(tokenizer.eos_token_id)
     return token_ids
 
 
-@dataclass
-class _Cursor:
-    """Where a source stands: its stream, how often it has started again, and the tokens it has given."""
-
-    source: Source
-    stream: Any = None
-    rows: Iterator[dict[str, Any]] | None = None
-    epoch: int = 0
-    tokens: int = 0
-    state: dict[str, Any] = field(default_factory=dict)
-
-    def open(self, state: dict[str, Any] | None = None) -> None:
-        self.stream = documents(self.source.path)
-        if state is not None:
-            self.stream.load_state_dict(state)
-        self.rows = iter(self.stream)
-
-    def next_row(self, excluded: tuple[str, ...]) -> dict[str, Any]:
-        if self.rows is None:
-            self.open()
-        try:
-            for _ in range(2):
-                for row in self.rows:
-                    if not any(name in str(row.get("source")) for name in excluded):
-                        return row
-                self.epoch += 1
-                self.open()
-        except Exception as error:  # datasets wraps what the reader says in errors of its own
-            raise ValueError(f"the data file {self.source.path} cannot be read: {_first_line(error)}") from error
-        raise ValueError(f"the data file {self.source.path} has no rows that are not excluded.")
-
-
-class PackedRows(IterableDataset):
-    """Endless rows of `length` tokens: `input_ids`, `position_ids` and `labels`, each `[length]`.
-
-    The next document always comes from the source that is furthest behind its share of the tokens: the mixture is
-    kept exactly, and without a random state. A file is read in its own order, and again from its start when it ends;
-    shuffle it beforehand if its order means something. Rows whose `source` contains one of `excluded` are left out.
-    """
-
-    def __init__(
-        self,
-        sources: list[Source],
-        tokenizer: PreTrainedTokenizerBase,
-        length: int,
-        excluded: tuple[str, ...] = (),
-    ):
-        self.tokenizer, self.length, self.excluded = tokenizer, length, excluded
-        self.cursors = [_Cursor(source) for source in sources]
-        self.buffer: list[tuple[int, int]] = []  # (token id, position) that the next row begins with
-        self.row = 0  # rows given so far
-        self.snapshots: deque[dict[str, Any]] = deque(maxlen=SNAPSHOTS)
-
-    def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        while True:
-            while len(self.buffer) < self.length:
-                cursor = min(self.cursors, key=lambda cursor: cursor.tokens / cursor.source.weight)
-                token_ids = encode(cursor.next_row(self.excluded), self.tokenizer, cursor.source.path)
-                cursor.tokens += max(len(token_ids), 1)  # an empty document moves on as well
-                self.buffer += [(token_id, position) for position, token_id in enumerate(token_ids)]
-            row, self.buffer = self.buffer[: self.length], self.buffer[self.length :]
-            self.row += 1
-            self.snapshots.append(self._state())
-            yield pack(row)
-
-    def _state(self) -> dict[str, Any]:
-        sources = [
-            {
-                "path": str(cursor.source.path),
-                "epoch": cursor.epoch,
-                "tokens": cursor.tokens,
-                "stream": cursor.stream.state_dict() if cursor.stream is not None else None,
-            }
-            for cursor in self.cursors
-        ]
-        return {"row": self.row, "buffer": list(self.buffer), "sources": sources}
-
-    def state_dict(self, row: int) -> dict[str, Any]:
-        """The state after the first `row` rows: a data loader may have fetched more of them than were trained on."""
-        return next(state for state in reversed(self.snapshots) if state["row"] == row)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        paths = [source["path"] for source in state["sources"]]
-        if paths != [str(cursor.source.path) for cursor in self.cursors]:
-            raise ValueError(f"the checkpoint was trained on other data files: {', '.join(paths)}.")
-        self.row = state["row"]
-        self.buffer = [(token_id, position) for token_id, position in state["buffer"]]
-        for cursor, source in zip(self.cursors, state["sources"], strict=True):
-            cursor.epoch, cursor.tokens = source["epoch"], source["tokens"]
-            if source["stream"] is not None:
-                cursor.open(source["stream"])
-
-
-def pack(row: list[tuple[int, int]]) -> dict[str, list[int]]:
-    """A row from (token id, position) pairs; positions of a document that was cut start again at 0."""
-    input_ids, position_ids, labels = [], [], []
-    offset = row[0][1] if row else 0
-    for token_id, position in row:
-        if position == 0:
-            offset = 0
-        input_ids.append(token_id)
-        position_ids.append(position - offset)
-        labels.append(token_id if position > offset else IGNORE)
-    return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
-
-
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; of a wrapped one, what the inner says."""
     cause = error.__cause__ or error
     return next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)

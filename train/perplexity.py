@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from osprey.train.data import documents, encode, pack
-from osprey.train.linear_loss import IGNORE, linear_cross_entropy
+from osprey.train.data import Source, documents, encode
+from osprey.train.linear_loss import IGNORE
+from osprey.train.packing import pack
 from osprey.train.precision import autocast
 
 
@@ -24,21 +27,26 @@ def held_out_losses(
     """Mean loss per token, in nats, of each file by its name (`held_fr.jsonl` → `fr`).
 
     Documents are read alone, in pieces of at most `length` tokens. `max_tokens` stops after about that many tokens
-    of a file, which is enough to watch a run.
+    of a file, which is enough to watch a run. Several processes share the rows, and each returns the whole result.
     """
     was_training = model.training
     model.eval()
-    device, head = model.device, model.get_output_embeddings()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     losses = {}
     for path in files:
-        total, tokens = 0.0, 0
-        with autocast(precision, device.type):
-            for row in packed_documents(path, tokenizer, length, max_tokens):
-                batch = {name: torch.tensor([ids], device=device) for name, ids in row.items()}  # [1, T]
-                labels = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORE)
-                hidden = model.base_model(**batch, use_cache=False).last_hidden_state
-                total += linear_cross_entropy(hidden[0], head.weight, labels[0]).item()
-                tokens += (labels != IGNORE).sum().item()
+        sums = torch.zeros(2, dtype=torch.float64, device=model.device)  # loss, tokens
+        rows = packed_documents(path, tokenizer, length, max_tokens)
+        while turn := list(islice(rows, world)):
+            # Every process computes, one without a row of its own for nothing: sharded weights are gathered by all.
+            row = turn[rank] if rank < len(turn) else turn[0] | {"labels": [IGNORE] * len(turn[0]["labels"])}
+            batch = {name: torch.tensor([ids], device=model.device) for name, ids in row.items()}  # [1, T]
+            with autocast(precision, model.device.type):
+                # Divided by one: the sum. Without a cache, see `use_linear_cross_entropy`.
+                loss = model(**batch, num_items_in_batch=1, use_cache=False).loss
+            sums += torch.stack([loss.double(), (batch["labels"][:, 1:] != IGNORE).sum()])
+        if world > 1:
+            dist.all_reduce(sums)
+        total, tokens = sums.tolist()
         if tokens == 0:
             raise ValueError(f"the held-out file {path} has no tokens to predict.")
         losses[held_out_name(path)] = total / tokens
@@ -51,8 +59,8 @@ def packed_documents(
 ) -> Iterator[dict[str, list[int]]]:
     buffer: list[tuple[int, int]] = []
     seen = 0
-    for row in documents(path):
-        token_ids = encode(row, tokenizer, path)
+    for row in documents(Source(path)):
+        token_ids = encode(row, tokenizer, path.name)
         seen += len(token_ids)
         buffer += [(token_id, position) for position, token_id in enumerate(token_ids)]
         while len(buffer) >= length:

@@ -4,29 +4,19 @@ The target plays no part (Osprey, arXiv 2609.09338, §3): a backbone is made onc
 of a run is given in tokens, since time means little on a shared machine.
 """
 
-import json
 import logging
 import math
+import os
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    default_data_collator,
-    set_seed,
-)
-from transformers.trainer_utils import get_last_checkpoint
+from tqdm.contrib.logging import logging_redirect_tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
 from osprey.train.calibration import calibrate_norm
 from osprey.train.checkpoints import (
@@ -34,20 +24,22 @@ from osprey.train.checkpoints import (
     atomic_folder,
     file_sha256,
     provenance,
+    public_name,
     versions,
     write_json,
 )
-from osprey.train.data import PackedRows, check_file, parse_sources
-from osprey.train.linear_loss import SampledVocabulary, use_linear_cross_entropy
+from osprey.train.data import Source, check_source, parse_sources
+from osprey.train.dry_run import dry_run
+from osprey.train.packing import PackedRows
 from osprey.train.perplexity import held_out_losses, perplexities
-from osprey.train.precision import refuse_many_devices, use_bf16
-from osprey.train.prune import load_config
+from osprey.train.precision import use_bf16
+from osprey.train.pretrain_resume import last_checkpoint, read_checkpoint, refuse_another_recipe
+from osprey.train.pretrain_trainer import make_settings, make_trainer
+from osprey.train.prune import load_config, load_source
 
 logger = logging.getLogger(__name__)
 
-DATA_STATE_FILE = "data_state.json"
 CALIBRATION_ROWS = 8
-COUNTED_TOKENS = 500_000  # for the most frequent ids
 
 
 @dataclass
@@ -56,18 +48,33 @@ class PretrainArguments:
 
     model: str = field(metadata={"help": "pruned model: folder or Hub id (of any causal LM of a supported family)"})
     out: str = field(metadata={"help": "folder to write; checkpoints of the run are kept in OUT.run"})
-    data: list[str] = field(metadata={"help": ".jsonl or .txt files, also .gz: path or path=weight (share of tokens)"})
-    data_root: str = field(default=".", metadata={"help": "folder that the paths of --data and --held-out start from"})
+    data: list[str] = field(
+        metadata={
+            "help": ".jsonl, .txt (both also .gz) and .parquet files, and hub:REPO[:CONFIG[:SPLIT]] data sets of the "
+            "Hub, each also with =WEIGHT (share of the tokens)"
+        }
+    )
+    data_root: str = field(default=".", metadata={"help": "folder that the paths of --data and --held_out start from"})
     exclude: list[str] = field(
         default_factory=list, metadata={"help": "leave out training rows whose `source` contains one of these"}
     )
-    held_out: list[str] = field(default_factory=list, metadata={"help": "files for perplexity, never trained on"})
+    max_passes: int = field(default=4, metadata={"help": "refuse to read any of the data more often than this"})
+    held_out: list[str] = field(
+        default_factory=list, metadata={"help": "files for perplexity, one a language or domain, never trained on"}
+    )
     tokens: float = field(default=3e6, metadata={"help": "training tokens"})
     length: int = field(default=512, metadata={"help": "tokens in a packed row"})
-    batch_rows: int = field(default=8, metadata={"help": "rows in a forward pass"})
+    batch_rows: int = field(default=8, metadata={"help": "rows in a forward pass of one process"})
     accumulation: int = field(default=1, metadata={"help": "forward passes in an optimizer step"})
-    learning_rate: float = field(default=1e-3, metadata={"help": "peak of the cosine schedule"})
-    min_learning_rate_ratio: float = field(default=0.1, metadata={"help": "its end, as a share of the peak"})
+    learning_rate: float = field(default=1e-3, metadata={"help": "peak of the schedule"})
+    schedule: str = field(
+        default="cosine",
+        metadata={"help": "cosine, or wsd: constant until a cosine decay at the end", "choices": ("cosine", "wsd")},
+    )
+    decay: float = field(default=0.2, metadata={"help": "share of the steps in the decay of wsd"})
+    min_learning_rate_ratio: float = field(
+        default=0.1, metadata={"help": "end of the schedule, as a share of the peak"}
+    )
     warmup: float = field(default=0.04, metadata={"help": "share of the steps with a rising learning rate"})
     weight_decay: float = field(default=0.01, metadata={"help": "AdamW's"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are clipped to this norm"})
@@ -78,203 +85,191 @@ class PretrainArguments:
         default=None,
         metadata={"help": "train with a sampled softmax over about so many ids, two thirds the most frequent ones"},
     )
+    distill_from: str | None = field(
+        default=None,
+        metadata={"help": "unpruned source, whose distribution is learnt as well: folder, Hub id or .gguf"},
+    )
+    distill_share: float = field(
+        default=0.5, metadata={"help": "share of the KL divergence from it in the loss; the rest is the labels'"}
+    )
     freeze_embeddings: bool = field(default=False, metadata={"help": "leave embeddings and head as they are"})
     precision: str = field(default="auto", metadata={"help": "autocast: auto, bf16 or fp32"})
     seed: int = field(default=0, metadata={"help": "random seed"})
     log_steps: int = field(default=10, metadata={"help": "steps between lines of the log"})
+    report_to: str = field(
+        default="none",
+        metadata={"help": "also log to tensorboard or trackio", "choices": ("none", "tensorboard", "trackio")},
+    )
     save_steps: int = field(default=200, metadata={"help": "steps between checkpoints"})
     eval_steps: int = field(default=200, metadata={"help": "steps between perplexities while training"})
     eval_tokens: int = field(default=4096, metadata={"help": "tokens of each file for those"})
     final_eval_tokens: int | None = field(
         default=None, metadata={"help": "tokens of each file for the perplexities before and after (default: all)"}
     )
-    resume: bool = field(default=False, metadata={"help": "go on from the last checkpoint in OUT.run"})
+    resume: bool = field(
+        default=False, metadata={"help": "go on from the last checkpoint in OUT.run; --tokens may have grown since"}
+    )
+    dry_run: bool = field(
+        default=False, metadata={"help": "only check the recipe: sizes, memory and time, and ten documents"}
+    )
+    model_config: dict | None = field(
+        default=None, metadata={"help": "in a recipe: the model's config, for a dry run before the model is there"}
+    )
     overwrite: bool = field(default=False, metadata={"help": "replace the folder if it exists"})
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of an optimizer step, over all processes (torchrun and `accelerate launch` set WORLD_SIZE)."""
+        return self.batch_rows * self.accumulation * int(os.environ.get("WORLD_SIZE", 1))
+
+    @property
+    def step_tokens(self) -> int:
+        return self.step_rows * self.length
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(self.tokens / self.step_tokens)
 
 
 def pretrain(arguments: PretrainArguments) -> dict[str, Any]:
     """Trains, writes the backbone, and returns what its `training.json` says about this stage.
 
+    Under `accelerate launch` every process calls this, and returns the same; the first one writes. With `dry_run`
+    nothing is trained or written, and the estimate is returned.
+
     Raises:
-        ValueError: the model's family, a data file or a setting is not usable.
-        OSError: a file is missing, or the folder exists.
+        ValueError: the model's family, a data file or a setting is not usable, or the checkpoint is of another recipe.
+        OSError: a file is missing or cannot be written, or the folder exists.
     """
     sources = parse_sources(arguments.data, arguments.data_root)
-    held_out = [check_file(Path(arguments.data_root) / path) for path in arguments.held_out]
+    held_out = [check_source(Path(arguments.data_root) / path) for path in arguments.held_out]
+    _refuse_settings(arguments)
+    if arguments.dry_run:
+        return dry_run(arguments, sources)
     load_config(arguments.model)  # refuses an unsupported family
-    step_tokens = arguments.length * arguments.batch_rows * arguments.accumulation
-    steps = math.ceil(arguments.tokens / step_tokens)
-    if steps < 1 or arguments.length < 2:
-        raise ValueError("--tokens must be at least 1 and --length at least 2.")
     run = Path(f"{arguments.out}.run")
     checkpoint = last_checkpoint(run) if arguments.resume else None
+    state = read_checkpoint(checkpoint) if checkpoint is not None else {}
+    recipe = _recipe(arguments, sources)
+    if checkpoint is not None:
+        refuse_another_recipe(recipe, state.get("recipe"), checkpoint)
+    if Path(arguments.out).exists() and not arguments.overwrite:  # in every process, not in the writing one alone
+        raise FileExistsError(f"{arguments.out} exists already: choose another --out, or give --overwrite.")
+    settings = make_settings(arguments, run)
+    main = settings.process_index == 0
+    if not main:
+        logging.getLogger("osprey").setLevel(logging.WARNING)
 
-    with atomic_folder(arguments.out, arguments.overwrite) as work:
+    with atomic_folder(arguments.out, arguments.overwrite) if main else nullcontext() as work, logging_redirect_tqdm():
         set_seed(arguments.seed)
         start = time.time()
         # fp32 master weights whatever the checkpoint holds: AdamW's small steps vanish in bf16.
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(settings.device)
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         if arguments.freeze_embeddings:
             model.get_input_embeddings().requires_grad_(False)
             model.get_output_embeddings().requires_grad_(False)
+        teacher = _teacher(arguments, model) if arguments.distill_from is not None else None
 
         def evaluate(tokens: int | None) -> dict[str, float]:
-            return held_out_losses(model, tokenizer, held_out, arguments.length, tokens, arguments.precision)
+            return perplexities(
+                held_out_losses(model, tokenizer, held_out, arguments.length, tokens, arguments.precision)
+            )
 
-        before = perplexities(evaluate(arguments.final_eval_tokens)) if held_out else {}
-        if before:
-            logger.info("held-out perplexity before: %s", before)
-        rows = PackedRows(sources, tokenizer, arguments.length, tuple(arguments.exclude))
-        scale = None
-        if checkpoint is None and arguments.calibrate_norm:
-            calibration = PackedRows(sources, tokenizer, arguments.length, tuple(arguments.exclude))
-            scale = calibrate_norm(model, islice(calibration, CALIBRATION_ROWS), arguments.precision)
-            logger.info("final norm scaled by %g", scale)
-        trainer = make_trainer(arguments, model, tokenizer, rows, run, steps)
+        rows = PackedRows(sources, tokenizer, arguments.length, tuple(arguments.exclude), arguments.max_passes)
+        # What happens once, before the first step; a resumed run has it from its checkpoint.
+        begun = {key: state.get(key) for key in ("perplexity_before", "norm_scale", "seconds")}
+        if held_out and begun["perplexity_before"] is None:
+            begun["perplexity_before"] = evaluate(arguments.final_eval_tokens)
         if held_out:
-            trainer.add_callback(_HeldOut(evaluate, arguments.eval_steps, arguments.eval_tokens))
+            logger.info("held-out perplexity before: %s", begun["perplexity_before"])
+        if checkpoint is None and arguments.calibrate_norm:
+            begun["norm_scale"] = calibrate_norm(model, islice(rows.fresh(), CALIBRATION_ROWS), arguments.precision)
+            logger.info("final norm scaled by %g", begun["norm_scale"])
+        before = begun["seconds"] or 0.0
+
+        def run_state() -> dict[str, Any]:
+            return {**begun, "recipe": recipe, "seconds": round(before + time.time() - start, 1)}
+
+        trainer = make_trainer(arguments, settings, model, teacher, rows, run_state, evaluate if held_out else None)
         if checkpoint is not None:
-            rows.load_state_dict(json.loads((Path(checkpoint) / DATA_STATE_FILE).read_text()))
+            rows.load_state_dict(state)
         trainer.train(resume_from_checkpoint=checkpoint)
-        after = perplexities(evaluate(arguments.final_eval_tokens)) if held_out else {}
+        after = evaluate(arguments.final_eval_tokens) if held_out else {}
         if after:
             logger.info("held-out perplexity after: %s", after)
 
-        model.config.use_cache = True  # the Trainer turns it off
-        model.save_pretrained(work)
-        tokenizer.save_pretrained(work)
+        done = trainer.state.global_step
         record = {
             "stage": "pretrain",
-            "recipe": _recipe(arguments),
-            "data": [_describe(source.path, weight=source.weight) for source in sources],
-            "held_out": [_describe(path) for path in held_out],
-            "steps": trainer.state.global_step,
-            "tokens": trainer.state.global_step * step_tokens,
-            "source_tokens": {cursor.source.path.name: cursor.tokens for cursor in rows.cursors},
-            "norm_scale": scale,
+            "recipe": recipe,
+            "data": [_describe(source) for source in sources],
+            "held_out": [_describe(Source(path)) for path in held_out],
+            "processes": settings.world_size,
+            "steps": done,
+            "tokens": done * arguments.step_tokens,
+            "source_tokens": {cursor.source.name: cursor.tokens for cursor in rows.cursors},
+            "norm_scale": begun["norm_scale"],
             "bf16": use_bf16(arguments.precision, model.device.type),
-            "seconds": round(time.time() - start, 1),
-            "perplexity_before": before,
+            "seconds": run_state()["seconds"],
+            "perplexity_before": begun["perplexity_before"] or {},
+            "perplexity_during": _history(trainer.state.log_history, arguments.step_tokens),
             "perplexity_after": after,
             "versions": versions(),
         }
-        write_json(work / TRAINING_FILE, {"stages": [*provenance(arguments.model), record]})
+        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # of all processes, where they share them
+        if main:
+            model.config.use_cache = True  # the Trainer turns it off
+            model.save_pretrained(work, state_dict=weights)
+            tokenizer.save_pretrained(work)
+            write_json(work / TRAINING_FILE, {"stages": [*provenance(arguments.model), record]})
     return record
 
 
-def make_trainer(
-    arguments: PretrainArguments,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: PackedRows,
-    run: Path,
-    steps: int,
-) -> Trainer:
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    use_linear_cross_entropy(model, sampled_vocabulary(rows, model.config.vocab_size, arguments.softmax_ids))
-    settings = TrainingArguments(
-        output_dir=str(run),
-        max_steps=steps,
-        per_device_train_batch_size=arguments.batch_rows,
-        gradient_accumulation_steps=arguments.accumulation,
-        learning_rate=arguments.learning_rate,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": arguments.min_learning_rate_ratio},
-        warmup_steps=math.ceil(arguments.warmup * steps),
-        weight_decay=arguments.weight_decay,
-        adam_beta2=0.95,
-        max_grad_norm=arguments.max_grad_norm,
-        bf16=use_bf16(arguments.precision, device_type),
-        use_cpu=device_type == "cpu",
-        seed=arguments.seed,
-        logging_steps=arguments.log_steps,
-        save_steps=arguments.save_steps,
-        save_total_limit=2,
-        ignore_data_skip=True,  # PackedRows goes on by itself
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        report_to="none",
-        disable_tqdm=True,
-    )
-    refuse_many_devices(settings)
-    trainer = Trainer(model, settings, train_dataset=rows, data_collator=default_data_collator)
-    # One line a log instead of the Trainer's dictionaries; and the data position in every checkpoint.
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(_Progress(arguments.length * arguments.batch_rows * arguments.accumulation))
-    trainer.add_callback(_DataState(rows, arguments.batch_rows * arguments.accumulation))
-    return trainer
+def _refuse_settings(arguments: PretrainArguments) -> None:
+    if arguments.tokens < 1 or arguments.length < 2:
+        raise ValueError("--tokens must be at least 1 and --length at least 2.")
+    if not 0 < arguments.distill_share <= 1:
+        raise ValueError(f"--distill_share {arguments.distill_share} must be more than 0 and at most 1.")
+    if not 0 <= arguments.warmup + (arguments.decay if arguments.schedule == "wsd" else 0) <= 1:
+        raise ValueError("--warmup and --decay are shares of the steps: together they must not exceed 1.")
 
 
-def sampled_vocabulary(rows: PackedRows, vocab_size: int, size: int | None) -> SampledVocabulary | None:
-    """The most frequent ids of the beginning of the mixture, and room for random ones; None for the whole softmax."""
-    if size is None or size >= vocab_size:
-        return None
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    fresh = PackedRows([cursor.source for cursor in rows.cursors], rows.tokenizer, rows.length, rows.excluded)
-    for row in islice(fresh, math.ceil(COUNTED_TOKENS / rows.length)):
-        counts += torch.bincount(torch.tensor(row["input_ids"]), minlength=vocab_size)
-    frequent = size * 2 // 3
-    return SampledVocabulary(counts.topk(frequent).indices, size - frequent, vocab_size)
-
-
-class _DataState(TrainerCallback):
-    def __init__(self, rows: PackedRows, step_rows: int):
-        self.rows, self.step_rows = rows, step_rows
-
-    def on_save(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        write_json(folder / DATA_STATE_FILE, self.rows.state_dict(state.global_step * self.step_rows))
-
-
-class _Progress(TrainerCallback):
-    def __init__(self, step_tokens: int):
-        self.step_tokens = step_tokens
-
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        self.last = (time.time(), state.global_step)
-
-    def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        if "loss" not in logs:
-            return
-        now, (then, step) = time.time(), self.last
-        self.last = (now, state.global_step)
-        speed = (state.global_step - step) * self.step_tokens / (now - then)
-        left = (state.max_steps - state.global_step) * self.step_tokens / speed
-        logger.info(
-            "step %d/%d  %.3fM tokens  loss %.4f  lr %.2e  grad %.2f  %.0f tokens/s  %.0f min left",
-            state.global_step,
-            state.max_steps,
-            state.global_step * self.step_tokens / 1e6,
-            logs["loss"],
-            logs["learning_rate"],
-            logs["grad_norm"],
-            speed,
-            left / 60,
+def _teacher(arguments: PretrainArguments, model: PreTrainedModel) -> PreTrainedModel:
+    teacher = load_source(arguments.distill_from)[0]
+    if teacher.config.vocab_size != model.config.vocab_size:
+        raise ValueError(
+            f"--distill_from {arguments.distill_from} has {teacher.config.vocab_size} tokens in its vocabulary, the "
+            f"model {model.config.vocab_size}: give the model that it was pruned from."
         )
+    dtype = torch.bfloat16 if use_bf16(arguments.precision, model.device.type) else torch.float32
+    return teacher.to(model.device, dtype).eval().requires_grad_(False)
 
 
-class _HeldOut(TrainerCallback):
-    def __init__(self, evaluate: Any, every: int, tokens: int):
-        self.evaluate, self.every, self.tokens = evaluate, every, tokens
-
-    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.every == 0 and state.global_step < state.max_steps:
-            logger.info("held-out perplexity: %s", perplexities(self.evaluate(self.tokens)))
-
-
-def last_checkpoint(run: Path) -> str:
-    checkpoint = get_last_checkpoint(str(run)) if run.is_dir() else None
-    if checkpoint is None:
-        raise FileNotFoundError(f"there is no checkpoint in {run} to go on from; run without --resume.")
-    return checkpoint
-
-
-def _recipe(arguments: PretrainArguments) -> dict[str, Any]:
+def _recipe(arguments: PretrainArguments, sources: list[Source]) -> dict[str, Any]:
     """The settings without this machine's paths."""
-    places = ("model", "out", "data", "data_root", "held_out", "resume", "overwrite")
-    return {name: value for name, value in asdict(arguments).items() if name not in places}
+    places = ("data", "data_root", "held_out", "model", "out", "resume", "overwrite", "dry_run", "model_config")
+    recipe = {name: value for name, value in asdict(arguments).items() if name not in places}
+    recipe["distill_from"] = arguments.distill_from and public_name(arguments.distill_from)
+    return recipe | {
+        "model": public_name(arguments.model),
+        "data": {source.name: source.weight for source in sources},
+        "step_rows": arguments.step_rows,
+    }
 
 
-def _describe(path: Path, **more: Any) -> dict[str, Any]:
-    return {"file": path.name, "sha256": file_sha256(path), **more}
+def _describe(source: Source) -> dict[str, Any]:
+    if source.path is None:
+        return {"hub": source.name, "split": source.split, "weight": source.weight}
+    return {"file": source.path.name, "sha256": file_sha256(source.path), "weight": source.weight}
+
+
+def _history(log: list[dict[str, Any]], step_tokens: int) -> list[dict[str, Any]]:
+    """Perplexities while training, by the tokens trained until then."""
+    prefix = "eval_perplexity_"
+    return [
+        {"tokens": entry["step"] * step_tokens}
+        | {name.removeprefix(prefix): value for name, value in entry.items() if name.startswith(prefix)}
+        for entry in log
+        if f"{prefix}mean" in entry
+    ]

@@ -7,10 +7,12 @@ from itertools import islice
 import pytest
 import torch
 from bytes_tokenizer import VOCABULARY, bytes_tokenizer
+from datasets import Dataset
 from tiny import tiny_target
 
-from osprey.train.data import PackedRows, encode, pack, parse_sources
+from osprey.train.data import encode, parse_sources
 from osprey.train.linear_loss import IGNORE
+from osprey.train.packing import PackedRows, pack
 
 END = 2  # of the bytes tokenizer
 
@@ -35,7 +37,7 @@ def test_positions_and_labels_of_a_packed_row():
     assert row["labels"] == [IGNORE, 11, IGNORE, 21, 22, IGNORE]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3"])
 def test_a_documents_logits_do_not_change_with_its_neighbours(family):
     model = tiny_target(family, vocab_size=VOCABULARY)
     document = [50, 60, 70, 80, 90]
@@ -81,9 +83,59 @@ def test_excluded_sources(tmp_path):
         next(iter(nothing))
 
 
+def write_repository(folder, shards=3):
+    """A data set repository as the Hub has them: Parquet shards, read in their order (`hub:` takes a folder too)."""
+    folder.mkdir()
+    for shard in range(shards):
+        texts = [{"text": f"{shard}.{row} " * (2 + row % 3), "url": "x"} for row in range(9)]
+        Dataset.from_list(texts).to_parquet(folder / f"train-{shard:05d}-of-{shards:05d}.parquet", batch_size=4)
+    return f"hub:{folder}"
+
+
+def test_parquet_and_repositories(tmp_path):
+    repository = write_repository(tmp_path / "repository")
+    tokenizer = bytes_tokenizer()
+    for entry, documents in ((repository, 27), (str(tmp_path / "repository" / "train-00001-of-00003.parquet"), 9)):
+        rows = PackedRows(parse_sources([entry]), tokenizer, 16, max_passes=1)
+        tokens = []
+        with pytest.raises(ValueError, match="ends early: 1 passes gave"):
+            for row in rows:
+                tokens += row["input_ids"]
+        text = tokenizer.decode(tokens)
+        assert text.count("</s>") in (documents, documents - 1)  # the last row is not full
+        assert text.startswith("0.0 0.0 </s>0.1 0.1 0.1 </s>" if documents == 27 else "1.0 1.0 </s>")
+
+
+def test_data_that_ends_early_is_refused_after_its_passes(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", sample_texts("a", 4))
+    one_pass = sum(len(row["text"]) + 1 for row in sample_texts("a", 4))
+    rows = PackedRows(parse_sources([path]), bytes_tokenizer(), 8, max_passes=3)
+    given = []
+    with pytest.raises(ValueError, match=rf"a\.jsonl ends early: 3 passes gave {3 * one_pass} tokens"):
+        given.extend(rows)
+    assert len(given) == 3 * one_pass // 8
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'org/name' on the Hub (ConnectError)")
+
+    monkeypatch.setattr("osprey.train.data.load_dataset", unreachable)
+    with pytest.raises(OSError) as refusal:
+        next(iter(PackedRows(parse_sources(["hub:org/name:part:train"]), bytes_tokenizer(), 8)))
+    assert str(refusal.value) == (
+        "the data set org/name:part cannot be streamed from the Hub (Couldn't reach 'org/name' on the Hub "
+        "(ConnectError)): check its name and the network, or give local files."
+    )
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("stop", [1, 7, 40])
-def test_goes_on_exactly_where_it_was(tmp_path, stop):
-    paths = [write_rows(tmp_path / f"{name}.jsonl", sample_texts(name, 11)) for name in "abc"]
+def test_goes_on_exactly_where_it_was(tmp_path, stop, kind):
+    if kind == "jsonl":
+        paths = [write_rows(tmp_path / f"{name}.jsonl", sample_texts(name, 11)) for name in "abc"]
+    else:
+        paths = [write_repository(tmp_path / name) for name in "abc"]
     entries = [f"{path}={weight}" for path, weight in zip(paths, (1, 2, 5), strict=True)]
     rows = PackedRows(parse_sources(entries), bytes_tokenizer(), 16)
     # As a data loader does, it has read ahead of what was trained on.
@@ -92,7 +144,7 @@ def test_goes_on_exactly_where_it_was(tmp_path, stop):
     again = PackedRows(parse_sources(entries), bytes_tokenizer(), 16)
     again.load_state_dict(state)
     assert list(islice(again, 60 - stop)) == expected
-    with pytest.raises(ValueError, match="was trained on other data files"):
+    with pytest.raises(ValueError, match="was trained on other data"):
         PackedRows(parse_sources(entries[:2]), bytes_tokenizer(), 16).load_state_dict(state)
 
 
@@ -107,8 +159,8 @@ def test_responses_are_put_behind_their_prompt(tmp_path):
         "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     )
     row = {"prompt": "p", "response": "r", "finish": "stop"}
-    assert tokenizer.decode(encode(row, tokenizer, tmp_path)) == "[p]>r</s>"
-    assert tokenizer.decode(encode({**row, "finish": "length"}, tokenizer, tmp_path)) == "[p]>r"
+    assert tokenizer.decode(encode(row, tokenizer, "a.jsonl")) == "[p]>r</s>"
+    assert tokenizer.decode(encode({**row, "finish": "length"}, tokenizer, "a.jsonl")) == "[p]>r"
 
 
 def test_refusals(tmp_path):
@@ -117,13 +169,26 @@ def test_refusals(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "latin.txt").write_bytes("é".encode() * 10**6 + b"caf\xe9 ol\xe9")
+    (tmp_path / "cut.txt").write_bytes(b"caf" + "é".encode()[:1])
+    (tmp_path / "blank.jsonl.gz").write_bytes(gzip.compress(b"\n \n"))
+    Dataset.from_dict({"text": []}).to_parquet(tmp_path / "empty.parquet")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     cases = {
         "none.jsonl": "there is no data file",
         "cut.jsonl.gz": "is truncated or damaged",
         "empty.jsonl": "is empty",
-        "a.csv": "is not a data file: .jsonl, .jsonl.gz, .txt and .txt.gz are read",
+        "a.csv": "is not a data file: .jsonl, .jsonl.gz, .txt, .txt.gz and .parquet are read",
         "good.jsonl=x": "the weight after = must be a number",
         "good.jsonl=0": "the weight must be more than zero",
+        "latin.txt": r"is not UTF-8 \(at byte 2000003\)",
+        "cut.txt": r"is not UTF-8 \(at byte 3\)",
+        "blank.jsonl.gz": "is empty",
+        "empty.parquet": "is empty",
+        "broken.parquet": "is no Parquet file or a damaged one",
+        "none.parquet": "there is no data file",
+        "hub:": r"is named hub:REPO\[:CONFIG\[:SPLIT\]\]",
+        "hub:a:b:c:d": r"is named hub:REPO\[:CONFIG\[:SPLIT\]\]",
     }
     for entry, message in cases.items():
         with pytest.raises((ValueError, OSError), match=message):
@@ -135,7 +200,7 @@ def test_refusals(tmp_path):
     broken.write_text('{"text": "a"}\nnot json\n')
     with pytest.raises(ValueError, match=r"broken\.jsonl cannot be read"):
         list(islice(PackedRows(parse_sources([str(broken)]), bytes_tokenizer(), 8), 9))
-    other = write_rows(tmp_path / "other.jsonl", [{"content": "a"}])
-    with pytest.raises(ValueError, match="neither `text` nor `prompt` and `response`"):
+    other = write_rows(tmp_path / "other.jsonl", [{"words": "a"}])
+    with pytest.raises(ValueError, match="neither `text` "):
         next(iter(PackedRows(parse_sources([other]), bytes_tokenizer(), 8)))
     assert parse_sources([good])[0].weight == 1

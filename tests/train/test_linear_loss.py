@@ -5,7 +5,7 @@ import torch
 from tiny import tiny_target
 
 from osprey.train import linear_loss
-from osprey.train.linear_loss import IGNORE, SampledVocabulary, linear_cross_entropy, use_linear_cross_entropy
+from osprey.train.linear_loss import IGNORE, SampledVocabulary, Teacher, linear_cross_entropy, use_linear_cross_entropy
 
 
 def inputs(tokens=37, width=8, vocabulary=19, dtype=torch.float64):
@@ -34,11 +34,34 @@ def test_loss_and_gradients_are_torchs(monkeypatch, rows):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_teachers_part_of_loss_and_gradients(monkeypatch, share):
+    monkeypatch.setattr(linear_loss, "ROWS", 10)
+    hidden, weight, labels = inputs(dtype=torch.float32)
+    bias = torch.randn(len(weight))
+    taught, head = torch.randn(len(hidden), 5), torch.randn(len(weight), 5)
+    kept = labels != IGNORE
+    scores = hidden @ weight.t() + bias
+    lesson = (taught @ head.t() + bias).log_softmax(-1)
+    divergence = torch.nn.functional.kl_div(
+        scores[kept].log_softmax(-1), lesson[kept], reduction="sum", log_target=True
+    )
+    cross_entropy = torch.nn.functional.cross_entropy(scores, labels, ignore_index=IGNORE, reduction="sum")
+    expected = (1 - share) * cross_entropy + share * divergence
+    loss = linear_cross_entropy(hidden, weight, labels, bias, Teacher(taught, head, share))
+    torch.testing.assert_close(loss, expected)
+    gradients = torch.autograd.grad(3 * expected, (hidden, weight))
+    for ours, theirs in zip(torch.autograd.grad(3 * loss, (hidden, weight)), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_no_label_at_all_is_zero():
     hidden, weight, labels = inputs(dtype=torch.float32)
     loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, IGNORE))
     loss.backward()
     assert loss.item() == 0
+    with torch.no_grad():
+        assert linear_cross_entropy(hidden, weight, torch.full_like(labels, IGNORE)).item() == 0
     assert hidden.grad.count_nonzero() == 0
     assert weight.grad.count_nonzero() == 0
 
@@ -56,6 +79,7 @@ def test_sampled_softmax_over_all_ids_is_the_softmax():
     ids = torch.randint(3, 48, (2, 9))
     expected = model(input_ids=ids, labels=ids).loss
     use_linear_cross_entropy(model, SampledVocabulary(torch.tensor([40, 3]), random=1000, vocab_size=48))
+    model.train()  # evaluation is over the whole vocabulary
     torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
 
 

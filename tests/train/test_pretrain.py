@@ -2,6 +2,11 @@
 
 import json
 import math
+import resource
+import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,10 +16,12 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from osprey.cli.main import main
 from osprey.train import pretrain as stage
+from osprey.train import pretrain_trainer
 from osprey.train.calibration import SCALES, calibrate_norm
 from osprey.train.data import parse_sources
 from osprey.train.perplexity import held_out_losses
 from osprey.train.pretrain import PretrainArguments, pretrain
+from osprey.train.pretrain_trainer import make_trainer
 
 PHRASE = "the quick brown fox jumps over the lazy dog. "
 
@@ -70,52 +77,213 @@ def test_held_out_loss_is_the_models_own(files):
     assert losses["fr"] == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("softmax_ids", [None, 100])
-def test_resumed_run_equals_an_uninterrupted_one(files, monkeypatch, softmax_ids):
+class Watch(TrainerCallback):
+    """Notes the losses, and interrupts a run after step `stop`."""
+
+    def __init__(self, losses, stop=None):
+        self.losses, self.stop = losses, stop
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" in logs:
+            self.losses[state.global_step] = (logs["loss"], logs["grad_norm"], logs["learning_rate"])
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.stop:
+            raise KeyboardInterrupt
+
+
+def watched(monkeypatch, stop=None):
+    """Losses by step of the `pretrain` calls from now on."""
     losses = {}
 
-    class Watch(TrainerCallback):
-        def __init__(self, stop):
-            self.stop = stop
+    def build(*args):
+        trainer = make_trainer(*args)
+        trainer.add_callback(Watch(losses, stop))
+        return trainer
 
-        def on_log(self, args, state, control, logs, **kwargs):
-            if "loss" in logs:
-                losses[state.global_step] = logs["loss"]
+    monkeypatch.setattr(stage, "make_trainer", build)
+    return losses
 
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == self.stop:
-                raise KeyboardInterrupt
 
-    make = stage.make_trainer
-
-    def watched(stop):
-        def build(*args):
-            trainer = make(*args)
-            trainer.add_callback(Watch(stop))
-            return trainer
-
-        monkeypatch.setattr(stage, "make_trainer", build)
-
-    monkeypatch.setattr(stage, "COUNTED_TOKENS", 1000)
-    settings = {"save_steps": 5, "softmax_ids": softmax_ids}
-    watched(None)
-    pretrain(arguments(files, out=str(files / "whole"), **settings))
-    expected = dict(losses)
-    losses.clear()
-    watched(7)
+@pytest.mark.parametrize("softmax_ids", [None, 100])
+def test_resumed_run_equals_an_uninterrupted_one(files, monkeypatch, softmax_ids):
+    monkeypatch.setattr(pretrain_trainer, "COUNTED_TOKENS", 1000)
+    settings = {"save_steps": 5, "softmax_ids": softmax_ids, "held_out": ["held_en.jsonl"], "eval_steps": 3}
+    expected = watched(monkeypatch)
+    whole = pretrain(arguments(files, out=str(files / "whole"), **settings))
+    lost = watched(monkeypatch, stop=7)
     with pytest.raises(KeyboardInterrupt):
         pretrain(arguments(files, **settings))
     assert not (files / "backbone").exists()
-    for step in (6, 7):  # lost with the interruption; must be done again
-        losses.pop(step, None)
-    watched(None)
-    pretrain(arguments(files, resume=True, **settings))
-    assert losses == pytest.approx(expected, rel=1e-5)
-    whole, resumed = (
+    resumed = watched(monkeypatch)
+    record = pretrain(arguments(files, resume=True, **settings))
+    assert sorted(resumed) == list(range(6, 13))
+    assert {**lost, **resumed} == expected  # every loss, gradient norm and learning rate, to the last bit
+    weights, again = (
         AutoModelForCausalLM.from_pretrained(files / name).state_dict() for name in ("whole", "backbone")
     )
-    for name, weight in whole.items():
-        torch.testing.assert_close(resumed[name], weight, rtol=1e-5, atol=1e-6)
+    for name, weight in weights.items():
+        assert torch.equal(again[name], weight)
+    # The record is that of the whole run, not of its last part.
+    assert record["norm_scale"] == whole["norm_scale"] is not None
+    for name in ("perplexity_before", "perplexity_during", "perplexity_after", "source_tokens", "tokens", "steps"):
+        assert record[name] == whole[name]
+    assert [entry["tokens"] for entry in record["perplexity_during"]] == [3 * 128, 6 * 128, 9 * 128]
+    assert record["seconds"] > 0
+
+
+KILLED = """
+import os, signal, sys
+from transformers import TrainerCallback
+from osprey.train import pretrain as stage
+from osprey.train import pretrain_trainer
+from osprey.cli.main import main
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+make = stage.make_trainer
+
+def make_trainer(*args):
+    trainer = make(*args)
+    trainer.add_callback(Kill())
+    return trainer
+
+stage.make_trainer = make_trainer
+main(sys.argv[1:])
+"""
+
+
+def test_killed_run_goes_on_as_if_it_had_not_been(files, monkeypatch):
+    flags = ["--tokens", "1536", "--length", "64", "--batch_rows", "2", "--learning_rate", "0.01", "--log_steps", "1"]
+    flags += ["--precision", "fp32", "--save_steps", "5", "--model", str(files / "pruned"), "--data", "en.jsonl"]
+    flags += ["--data_root", str(files), "--out", str(files / "backbone")]
+    killed = subprocess.run([sys.executable, "-c", KILLED, "pretrain", *flags], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (files / "backbone").exists()
+    expected = watched(monkeypatch)
+    pretrain(arguments(files, out=str(files / "whole"), save_steps=5))
+    resumed = watched(monkeypatch)
+    assert main(["pretrain", *flags, "--resume"]) == 0
+    assert resumed == {step: expected[step] for step in range(6, 13)}
+
+
+def test_only_the_same_recipe_is_resumed_and_it_may_grow(files, monkeypatch, capsys):
+    (files / "fr.jsonl").write_text((files / "en.jsonl").read_text())
+    pretrain(arguments(files, save_steps=6))
+    folder = str(files / "backbone.run" / "checkpoint-12")
+    refused = {
+        ("learning_rate", 0.02): f"{folder} belongs to another recipe (learning_rate was 0.01, is 0.02)",
+        ("data", ("en.jsonl=2",)): "(data was {'en.jsonl': 1.0}, is {'en.jsonl': 2.0})",
+        ("data", ("fr.jsonl",)): "(data was {'en.jsonl': 1.0}, is {'fr.jsonl': 1.0})",
+        ("batch_rows", 1): "(step_rows was 2, is 1)",
+        ("tokens", 1000): f"{folder} belongs to a run of 1536 tokens: --tokens 1000 is fewer.",
+    }
+    for (name, value), message in refused.items():
+        value = list(value) if isinstance(value, tuple) else value
+        with pytest.raises(ValueError) as refusal:
+            pretrain(arguments(files, resume=True, overwrite=True, **{name: value}))
+        assert message in str(refusal.value)
+    (files / "en.jsonl").write_text((files / "en.jsonl").read_text() + '{"text": "more"}\n')
+    with pytest.raises(ValueError, match="was trained on other data"):
+        pretrain(arguments(files, resume=True, overwrite=True))
+    (files / "en.jsonl").write_text((files / "fr.jsonl").read_text())
+    losses = watched(monkeypatch)
+    record = pretrain(arguments(files, resume=True, overwrite=True, tokens=128 * 15, log_steps=1, eval_steps=7))
+    assert (record["steps"], record["recipe"]["tokens"], sorted(losses)) == (15, 128 * 15, [13, 14, 15])
+
+
+def test_a_half_written_checkpoint_is_never_picked_up(files, monkeypatch):
+    expected = watched(monkeypatch)
+    pretrain(arguments(files, out=str(files / "whole"), save_steps=5))
+    # No file may grow past 100 kB, as if the disk were full from there on: the optimizer's state does not fit.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    full = []
+
+    class FillDisk(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 9:
+                full.append(True)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+
+    def build(*args):
+        trainer = make_trainer(*args)
+        trainer.add_callback(FillDisk())
+        return trainer
+
+    monkeypatch.setattr(stage, "make_trainer", build)
+    try:
+        with pytest.raises(
+            OSError, match=r"the checkpoint .*checkpoint-10 cannot be written .*: make room and --resume"
+        ):
+            pretrain(arguments(files, save_steps=5))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert full
+    assert [path.name for path in (files / "backbone.run").iterdir()] == ["checkpoint-5"]
+    # A process that dies while it writes leaves the folder without its last file.
+    shutil.copytree(files / "backbone.run" / "checkpoint-5", files / "backbone.run" / "checkpoint-11")
+    (files / "backbone.run" / "checkpoint-11" / "data_state.json").unlink()
+    resumed = watched(monkeypatch)
+    pretrain(arguments(files, save_steps=5, resume=True))
+    assert resumed == {step: expected[step] for step in range(6, 13)}
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_schedules(files, monkeypatch, schedule):
+    losses = watched(monkeypatch)
+    pretrain(arguments(files, tokens=128 * 20, schedule=schedule, warmup=0.2, decay=0.5, min_learning_rate_ratio=0.1))
+    rates = [losses[step][2] for step in range(1, 21)]
+    for step in range(20):
+        if step < 4:
+            expected = step / 4 if schedule == "cosine" else 0.1 + 0.9 * step / 4
+        else:
+            start = 4 if schedule == "cosine" else 10
+            turn = max(0, (step - start) / (20 - start))
+            expected = 0.1 + 0.9 * (1 + math.cos(math.pi * turn)) / 2
+        assert rates[step] == pytest.approx(0.01 * expected, rel=1e-6), step
+
+
+def test_restoring_from_the_source_learns_its_distribution(files):
+    """With the whole loss on the divergence, a copy of the source has nothing to learn, another model comes nearer."""
+    unchanged = {"calibrate_norm": False, "distill_share": 1.0, "weight_decay": 0.0}
+    record = pretrain(arguments(files, distill_from=str(files / "pruned"), **unchanged))
+    before, after = (AutoModelForCausalLM.from_pretrained(files / name) for name in ("pruned", "backbone"))
+    for name, weight in before.state_dict().items():
+        torch.testing.assert_close(after.state_dict()[name], weight, rtol=1e-3, atol=1e-3)
+    assert record["recipe"]["distill_from"] == "pruned"
+    teacher = tiny_target("llama", vocab_size=VOCABULARY, seed=5)
+    teacher.save_pretrained(files / "teacher")
+    bytes_tokenizer().save_pretrained(files / "teacher")
+    unchanged["out"] = str(files / "taught")
+    pretrain(arguments(files, distill_from=str(files / "teacher"), tokens=128 * 60, **unchanged))
+    student = AutoModelForCausalLM.from_pretrained(files / "taught")
+    ids = torch.tensor([bytes_tokenizer()(PHRASE)["input_ids"]])
+    with torch.no_grad():
+        lesson, old, new = (model(ids).logits.log_softmax(-1) for model in (teacher, before, student))
+    untaught, taught = (
+        torch.nn.functional.kl_div(ours, lesson, reduction="sum", log_target=True) for ours in (old, new)
+    )
+    assert taught < 0.5 * untaught
+
+
+def test_logs_for_tensorboard(files):
+    event_file = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pretrain(arguments(files, report_to="tensorboard", held_out=["held_en.jsonl"], eval_steps=5))
+    (events,) = (files / "backbone.run").rglob("events.out.tfevents*")
+    scalars = event_file.EventAccumulator(str(events.parent)).Reload()
+    assert len(scalars.Scalars("train/loss")) == 12
+    assert [point.step for point in scalars.Scalars("eval/perplexity_en")] == [5, 10]
+
+
+def test_bar_on_a_terminal_has_speed_and_time_left(files, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    pretrain(arguments(files))
+    bar = [part for part in capsys.readouterr().err.split("\r") if "tokens/s" in part][-1]
+    assert "1.54k/1.54k" in bar
+    assert "loss=" in bar
 
 
 def test_frozen_embeddings_do_not_move(files):
@@ -150,7 +318,10 @@ def test_recipe_and_flags(files, capsys):
 
 def test_refusals_leave_nothing_behind(files, capsys):
     (files / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    (files / "latin.txt").write_bytes(b"caf\xe9")
     tiny_target("gemma3").save_pretrained(files / "gemma")
+    tiny_target(vocab_size=300).save_pretrained(files / "larger")
+    bytes_tokenizer().save_pretrained(files / "larger")
     names = sorted(path.name for path in files.iterdir())
     run = ["pretrain", "--model", str(files / "pruned"), "--out", str(files / "backbone"), "--data_root", str(files)]
     cases = {
@@ -161,9 +332,16 @@ def test_refusals_leave_nothing_behind(files, capsys):
         ("--data", "en.jsonl", "--resume"): "to go on from; run without --resume",
         ("--data", "en.jsonl", "--model", str(files / "gemma")): "is a 'gemma3_text' model",
         ("--data", "en.jsonl", "--precision", "fp8"): "The precision 'fp8' is unknown",
+        ("--data", "en.jsonl", "--distill_share", "1.5"): "--distill_share 1.5 must be more than 0 and at most 1.",
+        ("--data", "en.jsonl", "--distill_from", str(files / "larger")): "has 300 tokens in its vocabulary, the model",
+        ("--data", "en.jsonl", "--warmup", "0.9", "--schedule", "wsd"): "together they must not exceed 1.",
+        ("--data", "latin.txt"): "is not UTF-8",
     }
     for options, message in cases.items():
         assert main([*run, *options]) == 1
         assert message in capsys.readouterr().err
     assert sorted(path.name for path in files.iterdir()) == names
     assert parse_sources(["en.jsonl"], str(files))
+    assert main([*run, "--data", "en.jsonl", "--max_passes", "1", "--tokens", "9e5"]) == 1
+    assert "the data en.jsonl ends early: 1 passes gave" in capsys.readouterr().err
+    assert not (files / "backbone").exists()

@@ -4,12 +4,15 @@ import json
 
 import pytest
 import torch
-from bytes_tokenizer import bytes_tokenizer
+from bytes_tokenizer import VOCABULARY, bytes_tokenizer
 from tiny import tiny_target
+from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osprey.cli.main import main
 from osprey.train.prune import PruneArguments, choose_layers, prune
+
+FAMILIES = ["llama", "untied", "qwen2", "qwen3", "smollm3"]
 
 
 def save_source(folder, family="llama", **changes):
@@ -19,23 +22,74 @@ def save_source(folder, family="llama", **changes):
     return model
 
 
-@pytest.mark.parametrize("family", ["llama", "untied", "qwen2", "qwen3"])
-def test_computes_what_the_source_computes_with_those_blocks_alone(tmp_path, family):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_rows_are_the_sources_and_compute_the_same(tmp_path, family):
     source = save_source(tmp_path / "source", family)
     prune(PruneArguments(source=str(tmp_path / "source"), out=str(tmp_path / "out"), keep="1,4"))
     pruned = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert pruned.config.model_type == source.config.model_type
+    assert pruned.config.num_hidden_layers == 2
+    assert pruned.config.tie_word_embeddings == source.config.tie_word_embeddings
+    rows = source.state_dict()
+    for name, weight in pruned.state_dict().items():
+        name = name.replace("layers.1.", "layers.4.").replace("layers.0.", "layers.1.")
+        assert torch.equal(weight, rows[name])
 
     source.model.layers = torch.nn.ModuleList([source.model.layers[1], source.model.layers[4]])
     source.config.num_hidden_layers = 2
     ids = torch.randint(3, 48, (2, 9))
     with torch.no_grad():
-        expected = source(input_ids=ids, use_cache=False).logits
-        torch.testing.assert_close(pruned(input_ids=ids, use_cache=False).logits, expected)
+        assert torch.equal(
+            pruned(input_ids=ids, use_cache=False).logits, source(input_ids=ids, use_cache=False).logits
+        )
         # Blocks know their new numbers: with a cache they would otherwise write beside it.
-        torch.testing.assert_close(pruned.generate(ids, max_new_tokens=4, do_sample=False)[:, :9], ids)
-    assert pruned.config.model_type == source.config.model_type
-    assert pruned.config.num_hidden_layers == 2
-    assert pruned.config.tie_word_embeddings == source.config.tie_word_embeddings
+        plain = ids
+        for _ in range(4):
+            plain = torch.cat([plain, pruned(input_ids=plain, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(pruned.generate(ids, max_new_tokens=4, do_sample=False), plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pruned_to_all_its_layers_is_the_source(tmp_path, family):
+    source = save_source(tmp_path / "source", family)
+    prune(PruneArguments(source=str(tmp_path / "source"), out=str(tmp_path / "out"), layers=5))
+    ids = torch.randint(3, 48, (2, 9))
+    with torch.no_grad():
+        expected = source(input_ids=ids).logits
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(input_ids=ids).logits, expected)
+
+
+def test_blocks_without_rotary_positions_stay_so(tmp_path):
+    save_source(tmp_path / "source", "smollm3")  # blocks 1 and 4 have none
+    prune(PruneArguments(source=str(tmp_path / "source"), out=str(tmp_path / "out"), keep="0,1,3"))
+    pruned = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert pruned.config.no_rope_layers == [1, 0, 1]
+    ids = torch.randint(3, 48, (1, 6))
+    # A single block without positions does not see the order of earlier tokens; one with positions does.
+    turned = torch.cat([ids[:, :5].flip(1), ids[:, 5:]], dim=1)
+    blocks = list(pruned.model.layers)
+    pruned.config.num_hidden_layers = 1
+    differences = []
+    for block in blocks:
+        pruned.model.layers = torch.nn.ModuleList([block])
+        with torch.no_grad():
+            forward, backward = (pruned(part, use_cache=False).logits[0, -1] for part in (ids, turned))
+        differences.append((forward - backward).abs().max().item())
+    assert differences[1] < 1e-5
+    assert min(differences[0], differences[2]) > 1e-3
+
+
+@pytest.mark.parametrize(("family", "head_dim"), [("llama", 8), ("qwen2", 8), ("qwen3", 128)])
+def test_gguf_source(tmp_path, family, head_dim):
+    model = tiny_target(family, vocab_size=VOCABULARY + 1, head_dim=head_dim)
+    write_gguf(tmp_path / "model.gguf", model)
+    prune(PruneArguments(source=str(tmp_path / "model.gguf"), out=str(tmp_path / "out"), layers=5))
+    pruned = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert pruned.config.model_type == family
+    weights = model.state_dict()
+    for name, weight in pruned.state_dict().items():
+        assert torch.equal(weight, weights[name]), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("ab").input_ids == [VOCABULARY]
 
 
 def test_first_layers_dtype_tokenizer_and_record(tmp_path, capsys):
@@ -66,7 +120,10 @@ def test_first_layers_dtype_tokenizer_and_record(tmp_path, capsys):
         ({"keep": "a"}, "--keep takes layer numbers separated by commas, such as 0,29, not 'a'."),
         ({}, "give either --layers N or --keep with a list of layers."),
         ({"layers": 1, "keep": "0"}, "give either --layers N or --keep with a list of layers."),
-        ({"layers": 1, "strategy": "best"}, "the strategy 'best' is unknown: choose one of first."),
+        (
+            {"layers": 1, "strategy": "best"},
+            "the strategy 'best' is unknown: choose one of first, uniform, ends, influence, angular.",
+        ),
     ],
 )
 def test_refuses_layers(options, message):
@@ -80,12 +137,17 @@ def test_refusals_leave_nothing_behind(tmp_path, capsys):
     save_source(tmp_path / "llama")
     (tmp_path / "empty").mkdir()
     (tmp_path / "taken").mkdir()
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF and nothing else")
     before = sorted(path.name for path in tmp_path.iterdir())
     cases = {
-        (tmp_path / "gemma", "out"): "is a 'gemma3_text' model; blocks can be pruned from llama, qwen2, qwen3.",
+        (
+            tmp_path / "gemma",
+            "out",
+        ): "is a 'gemma3_text' model; blocks can be pruned from llama, qwen2, qwen3, smollm3.",
         (tmp_path / "empty", "out"): "is a folder without config.json, so it holds no model.",
         (tmp_path / "nowhere", "out"): "there is no model folder",
         (tmp_path / "no.gguf", "out"): "there is no GGUF file",
+        (tmp_path / "broken.gguf", "out"): "cannot be read as a GGUF file",
         (tmp_path / "llama", "taken"): "exists already: choose another --out, or give --overwrite to replace it.",
     }
     for (source, out), message in cases.items():

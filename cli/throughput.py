@@ -1,0 +1,19 @@
+"""``python -m osprey.cli.throughput MODEL --config RECIPE``: training speed against the machine's matrix products."""
+
+import json
+import sys
+
+from osprey.cli.arguments import parse
+from osprey.train.pretrain import PretrainArguments
+from osprey.train.throughput import ThroughputArguments, training_throughput
+
+
+def main(argv: list[str]) -> int:
+    kinds = [ThroughputArguments, PretrainArguments]
+    measured, recipe, _ = parse(kinds, [*argv, "--out", "unused"], "throughput", __doc__, positional="model")
+    print(json.dumps(training_throughput(measured, recipe), indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,97 @@
+"""Training speed of stage 2 against what the machine's matrix products allow."""
+
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from osprey.train.cost import flops_per_token
+from osprey.train.data import parse_sources
+from osprey.train.dry_run import matmul_flops
+from osprey.train.packing import PackedRows
+from osprey.train.precision import use_bf16
+from osprey.train.pretrain import PretrainArguments
+from osprey.train.pretrain_trainer import make_settings, make_trainer
+
+
+@dataclass
+class ThroughputArguments:
+    """How long is measured; everything else is a recipe of `pretrain`."""
+
+    measured_steps: int = field(
+        default=20, metadata={"help": "optimizer steps that are timed, after five that are not"}
+    )
+
+
+def training_throughput(measured: ThroughputArguments, recipe: PretrainArguments) -> dict[str, Any]:
+    """Times optimizer steps of `recipe` (the median counts) and square matrix products before and after them.
+
+    `share_of_bound` is the arithmetic of a step's matrix products (`flops_per_token`, three times) in its time, over
+    the speed of the square products: 1 would be a step that does nothing else, at their speed. On a CPU both are also
+    measured in the time that the process was given (`cpu`), which other processes on the machine do not change much.
+    """
+    recipe = replace(recipe, tokens=(measured.measured_steps + 5) * recipe.step_tokens)
+    with tempfile.TemporaryDirectory() as run:
+        settings = make_settings(recipe, Path(run))
+        settings.save_strategy = "no"
+        model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=torch.float32).to(settings.device)
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+        rows = PackedRows(parse_sources(recipe.data, recipe.data_root), tokenizer, recipe.length)
+        trainer = make_trainer(recipe, settings, model, None, rows, dict, None)
+        times = _StepTimes()
+        trainer.add_callback(times)
+        device_type = model.device.type
+        clocks = {"wall": time.perf_counter}
+        if device_type == "cpu":
+            clocks["cpu"] = lambda: time.process_time() / torch.get_num_threads()
+        dtype = torch.bfloat16 if use_bf16(recipe.precision, device_type) else torch.float32
+        before = {name: matmul_flops(device_type, dtype, clock=clock) for name, clock in clocks.items()}
+        times.clocks = clocks
+        trainer.train()
+        after = {name: matmul_flops(device_type, dtype, clock=clock) for name, clock in clocks.items()}
+        start = time.process_time()
+        reading = sum(len(row["input_ids"]) for row in islice(rows.fresh(), 64)) / (time.process_time() - start)
+    head_rows = min(recipe.softmax_ids or model.config.vocab_size, model.config.vocab_size)
+    flops = 3 * flops_per_token(model.config, recipe.length, head_rows) * recipe.step_tokens
+    result = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "step_tokens": recipe.step_tokens,
+        "step_gflops": round(flops / 1e9, 2),
+        "reading_tokens_per_cpu_second": round(reading),
+    }
+    for name in clocks:
+        ends = times.ends[name][-measured.measured_steps - 1 :]
+        step = median(end - begin for begin, end in pairwise(ends))
+        bound = (before[name] + after[name]) / 2
+        result[name] = {
+            "tokens_per_second": round(recipe.step_tokens / step, 1),
+            "seconds_per_step": round(step, 4),
+            "gflops": round(flops / step / 1e9, 1),
+            "matmul_gflops": [round(before[name] / 1e9, 1), round(after[name] / 1e9, 1)],
+            "share_of_bound": round(flops / step / bound, 3),
+        }
+    return result
+
+
+class _StepTimes(TrainerCallback):
+    """When each optimizer step ended, by each clock."""
+
+    clocks: dict[str, Callable[[], float]]
+
+    def __init__(self) -> None:
+        self.ends: dict[str, list[float]] = defaultdict(list)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.device.type == "cuda":
+            torch.cuda.synchronize()
+        for name, clock in self.clocks.items():
+            self.ends[name].append(clock())
