@@ -9,6 +9,7 @@ import logging
 
 from osprey.cli.arguments import parse
 from osprey.cli.targets import find_model, resolve_target
+from osprey.eval import baselines  # noqa: F401  (their folders can be distilled too)
 from osprey.train.distill import DistillArguments, distill
 from osprey.train.distillation_config import OspreyDistillationConfig
 from osprey.train.features import FeatureArguments, prepare_features

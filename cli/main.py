@@ -16,6 +16,9 @@ VERBS = {
     "convert": "stage 3: turn a backbone into an untrained drafter for one target",
     "respond": "let a target answer prompts: training text for stage 4",
     "distill": "stage 4: train the drafter to match its target",
+    "adapt": "convert, prepare and distill in one: a backbone becomes a drafter",
+    "plan": "sizes, memory and time of an adaptation, before it starts",
+    "baseline": "an untrained EAGLE-3-style drafter, to distill and compare with",
     "generate": "generate with a target and its drafter, and compare with plain generation",
 }
 

@@ -3,23 +3,29 @@
 One rule serves the embedding and the LM head. For each target token, in this order:
 
 - *direct*: the same string is a source token, possibly after exchanging the space marks ``▁`` (SentencePiece) and
-  ``Ġ`` (byte-level BPE); its row is copied;
+  ``Ġ`` (byte-level BPE); its row is copied. Byte-level tokens write byte E9 as ``é``, which is no text: between the
+  two kinds of tokenizer only ASCII strings are the same;
 - *single*: the token's text encodes to one source token; that row is copied;
 - *averaged*: the text encodes to several source tokens; their mean is taken;
-- *unmapped*: the text encodes to nothing, or the row lies past the target tokenizer's length; zeros.
+- *unmapped*: the text encodes to nothing (or only to the unknown token), or the row lies past the target tokenizer's
+  length; zeros.
 """
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 KINDS = ("unmapped", "direct", "single", "averaged")
 UNMAPPED, DIRECT, SINGLE, AVERAGED = range(4)
+RULE_VERSION = 1  # of what is cached: to be raised when the rule changes
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,15 @@ class VocabularyAlignment:
     def counts(self) -> dict[str, int]:
         """Number of target ids of each kind: ``direct``, ``single``, ``averaged``, ``unmapped``."""
         return {KINDS[kind]: int((self.kinds == kind).sum()) for kind in (DIRECT, SINGLE, AVERAGED, UNMAPPED)}
+
+    def refuse_if_poor(self) -> None:
+        """Raises `ValueError` where fewer than half of the target's tokens have a source."""
+        mapped, length = int((self.kinds != UNMAPPED).sum()), len(self.kinds)
+        if mapped < length / 2:
+            raise ValueError(
+                f"Only {mapped} of {length} target tokens can be made from the source vocabulary: these tokenizers "
+                "do not go together; use --force to go on all the same."
+            )
 
     def apply(self, rows: Tensor, vocab_size: int | None = None) -> Tensor:
         """Builds the target's table from the source's.
@@ -111,8 +126,9 @@ def align_vocabularies(source: PreTrainedTokenizerBase, target: PreTrainedTokeni
     kinds = [UNMAPPED] * length
 
     remaining: list[tuple[int, str]] = []
+    same_alphabet = _is_byte_level(source) == _is_byte_level(target)
     for token, token_id in target_vocabulary.items():
-        source_id = _same_token(token, source_vocabulary)
+        source_id = _same_token(token, source_vocabulary, same_alphabet)
         if source_id is None:
             remaining.append((token_id, token))
         else:
@@ -121,7 +137,7 @@ def align_vocabularies(source: PreTrainedTokenizerBase, target: PreTrainedTokeni
     texts = [_token_text(target, token_id, token) for token_id, token in remaining]
     encodings = source.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
     for (token_id, _), encoding in zip(remaining, encodings, strict=True):
-        ids = encoding.ids
+        ids = [token for token in encoding.ids if token != source.unk_token_id]
         if ids:
             kinds[token_id], sources[token_id] = (SINGLE if len(ids) == 1 else AVERAGED), ids
 
@@ -133,7 +149,36 @@ def align_vocabularies(source: PreTrainedTokenizerBase, target: PreTrainedTokeni
     )
 
 
-def _same_token(token: str, vocabulary: dict[str, int]) -> int | None:
+def cached_alignment(
+    source: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase, folder: Path
+) -> VocabularyAlignment:
+    """`align_vocabularies`, kept in `folder` under the hash of what the two tokenizers are."""
+    content = (tokenizer.backend_tokenizer.to_str() for tokenizer in (source, target))
+    digests = [hashlib.sha256(text.encode()).hexdigest() for text in content]
+    key = hashlib.sha256("".join([str(RULE_VERSION), *digests]).encode()).hexdigest()
+    path = folder / f"{key}.safetensors"
+    try:
+        return VocabularyAlignment(**load_file(path))
+    except (OSError, SafetensorError, TypeError):  # not there, or half of one
+        alignment = align_vocabularies(source, target)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file({name: getattr(alignment, name) for name in ("kinds", "offsets", "source_ids")}, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return alignment
+
+
+def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether tokens are bytes, each written as one printable character, and not text."""
+    return "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
+
+
+def _same_token(token: str, vocabulary: dict[str, int], same_alphabet: bool) -> int | None:
+    if not same_alphabet and not token.replace("▁", "").replace("Ġ", "").isascii():
+        return None
     for spelling in (token, token.replace("▁", "Ġ"), token.replace("Ġ", "▁")):
         if spelling in vocabulary:
             return vocabulary[spelling]
@@ -141,8 +186,6 @@ def _same_token(token: str, vocabulary: dict[str, int]) -> int | None:
 
 
 def _token_text(tokenizer: PreTrainedTokenizerBase, token_id: int, token: str) -> str:
-    text = tokenizer.backend_tokenizer.decode([token_id], skip_special_tokens=False)
-    # SentencePiece decoders strip the first space of a text, which is the space of a single token.
-    if token.startswith("▁") and not text.startswith(" "):
-        text = " " + text
-    return text
+    if token.startswith("▁"):  # SentencePiece decoders strip the first space of a text: of a token it is its own
+        return token.replace("▁", " ")
+    return tokenizer.backend_tokenizer.decode([token_id], skip_special_tokens=False)

@@ -50,7 +50,12 @@ class ConvertArguments:
     ctx_norm_weight: float | None = field(
         default=None, metadata={"help": "start of every weight of `ctx_norm` (default: those of `input_layernorm`)"}
     )
+    random_blocks: bool = field(
+        default=False, metadata={"help": "ablation: a backbone whose blocks and final norm are not pretrained"}
+    )
+    seed: int = field(default=0, metadata={"help": "of random blocks"})
     untie: bool = field(default=False, metadata={"help": "give the drafter its own head instead of a tied one"})
+    force: bool = field(default=False, metadata={"help": "go on where fewer than half of the tokens are mapped"})
     overwrite: bool = field(default=False, metadata={"help": "replace the folder if it exists"})
 
 
@@ -75,6 +80,8 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
         config = drafter_config(backbone_config, target_config, target_tokenizer, arguments)
 
         alignment = align_vocabularies(load_tokenizer(arguments.backbone), target_tokenizer)
+        if not arguments.force:
+            alignment.refuse_if_poor()
         shortlist, shortlist_record = None, None
         if arguments.draft_vocab_size is not None:
             counts = count_tokens(target_tokenizer, arguments.frequencies, arguments.response_weight)
@@ -88,6 +95,8 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
             }
 
         backbone = AutoModelForCausalLM.from_pretrained(arguments.backbone, dtype=torch.float32)
+        if arguments.random_blocks:
+            randomise(backbone, arguments.seed)
         drafter = OspreyDrafterForCausalLM(config)
         state = convert_state_dict(backbone, drafter, alignment, shortlist, arguments.ctx_norm_weight)
         drafter.load_state_dict(state)
@@ -102,6 +111,7 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
             "target_layer_ids": config.target_layer_ids,
             "alignment": alignment.counts(),
             "ctx_norm_weight": arguments.ctx_norm_weight,
+            "random_blocks": arguments.random_blocks,
             "shortlist": shortlist_record,
             "versions": versions(),
         }
@@ -109,6 +119,14 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
         target_tokenizer.save_pretrained(work)
         write_json(work / TRAINING_FILE, {"stages": [*provenance(arguments.backbone), record]})
     return record
+
+
+def randomise(backbone: PreTrainedModel, seed: int) -> None:
+    """Gives the blocks and the final norm the weights that its family starts pretraining from."""
+    torch.manual_seed(seed)
+    fresh = AutoModelForCausalLM.from_config(backbone.config, dtype=torch.float32)
+    backbone.base_model.layers.load_state_dict(fresh.base_model.layers.state_dict())
+    backbone.base_model.norm.load_state_dict(fresh.base_model.norm.state_dict())
 
 
 def drafter_config(

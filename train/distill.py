@@ -28,6 +28,7 @@ from osprey.train.distillation_config import OspreyDistillationConfig
 from osprey.train.distillation_trainer import OspreyDistillationTrainer
 from osprey.train.examples import Example, tokenize_row
 from osprey.train.feature_data import ExampleDataset, FeatureDataset, split_rows
+from osprey.train.features import refuse_longer_than_context
 from osprey.train.jsonl import read_rows
 from osprey.train.precision import use_bf16
 from osprey.train.whiten import whiten_context
@@ -73,8 +74,9 @@ def distill(arguments: DistillArguments, config: OspreyDistillationConfig) -> di
             refuse_other_head(arguments.drafter, dataset.settings["head_sha256"])
             source, data_hash = dataset.settings | {"data": dataset.sources}, dataset.identity()
         else:
-            target = load_target(arguments.target, config)
+            target = load_target(arguments.target, drafter.config.target_revision, config)
             examples = read_examples(arguments, config, load_tokenizer(arguments.target))
+            refuse_longer_than_context(examples, target)
             dataset = with_answers(examples, arguments.held_out_percent, target, drafter, config.max_new_tokens)
             files = [{"file": Path(path).name, "sha256": file_sha256(path)} for path in arguments.data]
             source = {"target": public_name(arguments.target), "data": files}
@@ -129,11 +131,11 @@ def load_drafter(name_or_path: str) -> OspreyDrafterForCausalLM:
     return drafter
 
 
-def load_target(name_or_path: str, config: OspreyDistillationConfig) -> PreTrainedModel:
+def load_target(name_or_path: str, revision: str | None, config: OspreyDistillationConfig) -> PreTrainedModel:
     """The target for online training, in bf16 where the precision says so; `teacher_model_init_kwargs` go first."""
     bf16 = use_bf16(config.precision, config.device.type)
     settings = {"dtype": torch.bfloat16 if bf16 else torch.float32} | (config.teacher_model_init_kwargs or {})
-    target = AutoModelForCausalLM.from_pretrained(name_or_path, **settings)
+    target = AutoModelForCausalLM.from_pretrained(name_or_path, revision=revision or "main", **settings)
     return target if "device_map" in settings else target.to(config.device)
 
 
@@ -191,23 +193,28 @@ def own_checkpoint(folder: Path, run: dict[str, Any]) -> str | None:
         ValueError: the folder holds checkpoints of another drafter, other data or another recipe.
     """
     checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    path = folder / RUN_FILE
-    run = json.loads(json.dumps(run))
-    if checkpoint is not None and path.exists():  # a folder of an earlier version says nothing, and goes on
-        before = json.loads(path.read_text())
-        differing = [key for key in run if before.get(key) != run[key]]
-        if "recipe" in differing:
-            recipes = before["recipe"], run["recipe"]
-            names = [name for name in recipes[1] if recipes[0].get(name) != recipes[1][name]]
-            differing[differing.index("recipe")] = f"recipe ({', '.join(names)})"
-        if differing:
-            raise ValueError(
-                f"{folder} holds a run with another {', '.join(differing)}: give another --output_dir, or delete it "
-                "to start anew."
-            )
+    if checkpoint is not None:
+        refuse_changes(folder / RUN_FILE, run)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, run)
+    write_json(folder / RUN_FILE, run)
     return checkpoint
+
+
+def refuse_changes(path: Path, settings: dict[str, Any]) -> None:
+    """Raises `ValueError` if `path` is there with other settings; a folder of an earlier version has no such file."""
+    if not path.exists():
+        return
+    before, settings = json.loads(path.read_text()), json.loads(json.dumps(settings))
+    differing = [key for key in settings if before.get(key) != settings[key]]
+    for place, key in enumerate(differing):
+        if isinstance(settings[key], dict) and isinstance(before.get(key), dict):
+            inner = [name for name in settings[key] if before[key].get(name) != settings[key][name]]
+            differing[place] = f"{key} ({', '.join(inner)})"
+    if differing:
+        raise ValueError(
+            f"{path.parent} belongs to a run with another {', '.join(differing)}: choose another folder "
+            "(--output_dir, --out), or delete it to start anew."
+        )
 
 
 def recipe(config: OspreyDistillationConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +78,7 @@ class OspreyDistillationTrainer(GKDTrainer):
             teacher_model.eval().requires_grad_(False)
             head = check_head(teacher_model, train_dataset[0]["input_ids"].tolist())
             self._set_generation_config()
-        self.full_head = head.to(args.device)  # [V, H]
+            self.full_head = head.to(args.device)  # [V, H]
         draft_ids = model.draft_ids.cpu()
         self.teacher_head = normalised_head(head.cpu()[draft_ids]).to(args.device)  # [D, H+2]
         self.draft_index = torch.full((model.config.vocab_size + 1,), -1)  # target id (-1 too) to row of the head
@@ -327,13 +328,14 @@ def refuse_other_target(drafter: OspreyDrafterForCausalLM, features: FeatureData
         "target_hidden_size": config.target_hidden_size,
         "target_num_hidden_layers": config.target_num_hidden_layers,
         "target_vocab_size": config.vocab_size,
-        "target_revision": config.target_revision,
     }
+    if re.fullmatch("[0-9a-f]{40}", config.target_revision or "") and features.settings.get("target_revision"):
+        wanted["target_revision"] = config.target_revision  # a commit; branches and tags have no fixed meaning
     if "/" in (config.target or "") and "/" in features.settings["target"]:  # ids on the Hub; folders have any name
         wanted["target"] = config.target
     for name, value in wanted.items():
         found = features.settings.get(name)
-        if found != value and not (name == "target_revision" and None in (found, value)):
+        if found != value:
             raise ValueError(
                 f"The features have {name} {found} but the drafter has {value}: prepare features of the drafter's own "
                 "target and taps."

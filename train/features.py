@@ -14,6 +14,7 @@ A feature folder holds `features-00000.safetensors` …, `head.safetensors` (the
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -33,7 +34,7 @@ from osprey.train.checkpoints import file_sha256, public_name, write_json
 from osprey.train.data import check_file
 from osprey.train.examples import Example, tokenize_row
 from osprey.train.jsonl import read_rows
-from osprey.train.precision import autocast
+from osprey.train.precision import autocast, use_bf16
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class FeatureArguments:
     target: str = field(metadata={"help": "target model: Hub id or folder"})
     data: list[str] = field(metadata={"help": "responses of the target, chats or texts: .jsonl or .jsonl.gz files"})
     features: str = field(metadata={"help": "feature folder to write, or to go on with"})
+    target_revision: str | None = field(default=None, metadata={"help": "revision of the target on the Hub"})
     target_layer_ids: list[int] | None = field(default=None, metadata={"help": "tapped layers (default: DESIGN §2)"})
     max_length: int = field(
         default=2048, metadata={"help": "tokens that are kept of prompt and response; window of a text"}
@@ -60,6 +62,7 @@ class FeatureArguments:
     tokens_per_shard: int = field(default=65536, metadata={"help": "tokens in a shard file, about"})
     dtype: str = field(default="float16", metadata={"help": "stored precision: float16, bfloat16 or float32"})
     precision: str = field(default="auto", metadata={"help": "bf16 autocast: auto, bf16 or fp32"})
+    device_map: str | None = field(default=None, metadata={"help": "`auto` spreads the target over all cards"})
 
 
 def prepare_features(arguments: FeatureArguments) -> Path:
@@ -73,7 +76,7 @@ def prepare_features(arguments: FeatureArguments) -> Path:
         raise ValueError(f"--dtype {arguments.dtype} is unknown: choose {' or '.join(STORED_DTYPES)}.")
     for path in arguments.data:
         check_file(Path(path))
-    tokenizer = load_tokenizer(arguments.target)
+    tokenizer = load_tokenizer(arguments.target, arguments.target_revision)
     rows = [row for path in arguments.data for row in read_rows(path)]
     if tokenizer.chat_template is None and any("text" not in row for row in rows):
         raise ValueError(f"The target {arguments.target} has no chat template to put its responses in.")
@@ -95,8 +98,17 @@ def prepare_features(arguments: FeatureArguments) -> Path:
         )
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval().to(device)
+    target = AutoModelForCausalLM.from_pretrained(
+        arguments.target,
+        revision=arguments.target_revision or "main",
+        # On a card the weights themselves are bf16: in fp32 large targets would not fit.
+        dtype=torch.bfloat16 if device == "cuda" and use_bf16(arguments.precision, device) else torch.float32,
+        device_map=arguments.device_map,
+    ).eval()
+    if arguments.device_map is None:
+        target = target.to(device)
     text_config = target.config.get_text_config()
+    refuse_longer_than_context(examples, target)
     layer_ids = arguments.target_layer_ids or default_target_layer_ids(text_config.num_hidden_layers)
     if min(layer_ids) < 0 or max(layer_ids) > text_config.num_hidden_layers - 2:
         raise ValueError(
@@ -140,6 +152,17 @@ def prepare_features(arguments: FeatureArguments) -> Path:
     return folder
 
 
+def refuse_longer_than_context(examples: list[Example], target: PreTrainedModel) -> None:
+    """Raises `ValueError` where an example has more tokens than the target has positions."""
+    context = getattr(target.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    longest = max(examples, key=lambda example: len(example.input_ids))
+    if len(longest.input_ids) > context:
+        raise ValueError(
+            f"Row {longest.meta['id']!r} has {len(longest.input_ids)} tokens, but the target's context is {context}: "
+            f"give --max_length {context} or less."
+        )
+
+
 def feature_bytes(tokens: int, hidden_size: int, item_bytes: int = 2) -> int:
     """Size on disk of the features of so many tokens, without the head."""
     return tokens * (4 * hidden_size * item_bytes + 4 + 1 + 4 + 4)  # taps and hidden; ids, mask, logsumexp, top1
@@ -180,7 +203,12 @@ def read_target(
         the response ends; they are 0 and -1 elsewhere.
     """
     with autocast(precision, target.device.type):
-        outputs = target(input_ids.to(target.device), output_hidden_states=True, use_cache=False, logits_to_keep=1)
+        outputs = target(
+            input_ids.to(target.device),
+            output_hidden_states=[*(i + 1 for i in layer_ids), -1],  # no other layer's are kept
+            use_cache=False,
+            logits_to_keep=1,
+        )
     states = outputs.hidden_states
     # Layers of a target that is spread over cards answer on their own card.
     taps = torch.cat([states[i + 1].to(head.device, head.dtype) for i in layer_ids], dim=-1)  # [B, T, 3H]

@@ -98,6 +98,26 @@ def test_ctx_norm_may_start_from_a_constant(tmp_path, folders):
         )
 
 
+def test_random_blocks_are_a_random_backbones(tmp_path, folders):
+    """The ablation keeps the tables and the zero context halves; nothing else of the backbone is left."""
+    folders("qwen3")
+    convert(arguments(tmp_path))
+    for name, seed in (("first", 0), ("again", 0), ("other", 1)):
+        convert(arguments(tmp_path, out=str(tmp_path / name), random_blocks=True, seed=seed))
+    whole, first, again, other = (
+        OspreyDrafter.from_pretrained(tmp_path / name).state_dict() for name in ("out", "first", "again", "other")
+    )
+    for name, weight in first.items():
+        assert torch.equal(weight, again[name])
+        if name.startswith("layers.") and weight.ndim == 2:
+            assert not torch.equal(weight, whole[name]) and not torch.equal(weight, other[name])
+            if ".q_proj" in name:
+                half = weight.shape[1] // 2
+                assert not weight[:, :half].any() and weight[:, half:].any()
+        elif not name.startswith("layers."):
+            assert torch.equal(weight, whole[name])
+
+
 def test_shortlist(tmp_path, folders, capsys):
     backbone, _ = folders("llama", tie_word_embeddings=True)
     tokenizer = bytes_tokenizer()

@@ -119,14 +119,14 @@ def test_standard_output_is_the_record_alone(line, capsys):
 def test_a_run_folder_belongs_to_one_run(line, capsys):
     settings = {"max_steps": 3, "eval_strategy": "no"}
     assert main(flags(line, "out", "run", **settings)) == 0
-    with pytest.raises(ValueError, match=r"another recipe \(learning_rate\): give another --output_dir"):
+    with pytest.raises(ValueError, match=r"another recipe \(learning_rate\): choose another folder"):
         main(flags(line, "other", "run", **settings, learning_rate=0.5))
     prepare(line, "responses.jsonl", "short", max_length=12)
-    with pytest.raises(ValueError, match="another data: give"):
+    with pytest.raises(ValueError, match="another data: choose"):
         main(flags(line, "other", "run", **settings, features=line / "short"))
     (line / "out").rename(line / "drafter-2")
     command = flags(line, "other", "run", **settings)
-    with pytest.raises(ValueError, match="another drafter: give"):
+    with pytest.raises(ValueError, match="another drafter: choose"):
         main([str(line / "drafter-2"), *command[1:]])
     (line / "run" / "run.json").unlink()  # as before there were such files
     assert main(command) == 0

@@ -114,6 +114,11 @@ def test_refusals(arguments, tmp_path):
     arguments.target_layer_ids = [0, 1, 4]
     with pytest.raises(ValueError, match="last tap allowed is 3"):
         prepare_features(arguments)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"id": "t", "text": "x" * 300}))
+    arguments.data, arguments.target_layer_ids = [str(tmp_path / "long.jsonl")], None
+    with pytest.raises(ValueError, match="Row 't' has 300 tokens, but the target's context is 256"):
+        prepare_features(arguments)
+    arguments.data = [str(tmp_path / "responses.jsonl")]
     (tmp_path / "responses.jsonl").write_text("{broken\n")
     with pytest.raises(ValueError, match="line 1: not JSON"):
         prepare_features(arguments)
