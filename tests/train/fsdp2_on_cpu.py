@@ -2,6 +2,7 @@
 
 import sys
 
+from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from osprey.cli.main import main
@@ -13,7 +14,8 @@ make_trainer = stage.make_trainer
 def sharded(*args):
     trainer = make_trainer(*args)
     state = trainer.accelerator.state
-    state._shared_state["distributed_type"] = DistributedType.FSDP
+    for shared in (state._shared_state, PartialState._shared_state):  # the former is refreshed from the latter
+        shared["distributed_type"] = DistributedType.FSDP
     state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type="FULL_STATE_DICT"
     )
