@@ -48,6 +48,7 @@ class AdaptArguments(AdaptationSettings):
         default_factory=list, metadata={"help": "responses of the target, chats or texts: .jsonl or .jsonl.gz files"}
     )
     out: str = field(default="", metadata={"help": "drafter folder to write; what leads to it is kept in OUT.adapt"})
+    force: bool = field(default=False, metadata={"help": "go on where fewer than half of the tokens are mapped"})
     overwrite: bool = field(default=False, metadata={"help": "replace the drafter folder if it exists"})
 
 
@@ -73,7 +74,7 @@ def adapt(arguments: AdaptArguments, config: OspreyDistillationConfig) -> dict[s
     drafter, features = work / "untrained", work / "features"
     if not drafter.exists():
         shared = ("backbone", "target", "target_name", "target_revision", "target_layer_ids", "draft_vocab_size")
-        shared += ("ctx_norm_weight", "untie")
+        shared += ("ctx_norm_weight", "untie", "force")
         records["convert"] = convert(
             ConvertArguments(
                 out=str(drafter),

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import logging
 import re
 import time
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ from transformers import (
     PrinterCallback,
     ProgressCallback,
     Trainer,
-    TrainerCallback,
 )
 from trl.experimental.gkd import GKDTrainer
 
 from osprey.modeling.generation_osprey import Acceptance, check_target
 from osprey.modeling.modeling_osprey import OspreyDrafterForCausalLM
+from osprey.train.callbacks import LogLine, SilentProgress, StopAtNan
 from osprey.train.completions import drafter_completion, target_completion
 from osprey.train.distillation_config import OspreyDistillationConfig
 from osprey.train.feature_data import EpochSampler, FeatureDataset, RowSubset, collate
@@ -30,8 +29,6 @@ from osprey.train.losses import divergence, normalised_head, normalised_teacher
 from osprey.train.muon import MuonAdamW
 from osprey.train.precision import autocast
 from osprey.train.unroll import Chains, accepted_lengths, find_chains, unroll, walk_rounds
-
-logger = logging.getLogger(__name__)
 
 
 class OspreyDistillationTrainer(GKDTrainer):
@@ -114,9 +111,9 @@ class OspreyDistillationTrainer(GKDTrainer):
         """One line a log through `logging`, instead of the Trainer's dictionaries on standard output."""
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(_ProgressBar)
-        self.add_callback(_Log)
-        self.add_callback(_StopAtNan)
+            self.add_callback(SilentProgress)
+        self.add_callback(LogLine)
+        self.add_callback(StopAtNan)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         args = self.args
@@ -339,26 +336,4 @@ def refuse_other_target(drafter: OspreyDrafterForCausalLM, features: FeatureData
             raise ValueError(
                 f"The features have {name} {found} but the drafter has {value}: prepare features of the drafter's own "
                 "target and taps."
-            )
-
-
-class _Log(TrainerCallback):
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        logger.info("step %d/%d %s", state.global_step, state.max_steps, logs)
-
-
-class _ProgressBar(ProgressCallback):
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        """Nothing: the bar goes to standard error, but its logs would go to standard output."""
-
-
-class _StopAtNan(TrainerCallback):
-    """Gradients that are not finite would spoil the weights, and a checkpoint of them, before a loss shows it."""
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        sums = [parameter.grad.sum() for parameter in model.parameters() if parameter.grad is not None]
-        if not torch.stack(sums).isfinite().all():
-            raise ValueError(
-                f"The gradients of step {state.global_step + 1} are not finite: go on from the last checkpoint in "
-                f"{args.output_dir} with a lower learning rate."
             )

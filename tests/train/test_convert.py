@@ -102,7 +102,7 @@ def test_random_blocks_are_a_random_backbones(tmp_path, folders):
     """The ablation keeps the tables and the zero context halves; nothing else of the backbone is left."""
     folders("qwen3")
     convert(arguments(tmp_path))
-    for name, seed in (("first", 0), ("again", 0), ("other", 1)):
+    for name, seed in (("first", 5), ("again", 5), ("other", 6)):  # the backbone is made with seed 0
         convert(arguments(tmp_path, out=str(tmp_path / name), random_blocks=True, seed=seed))
     whole, first, again, other = (
         OspreyDrafter.from_pretrained(tmp_path / name).state_dict() for name in ("out", "first", "again", "other")

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, TrainerState
 
 from osprey.cli.distill import main
 from osprey.modeling import OspreyDrafter, record_acceptance
+from osprey.train.callbacks import StopAtNan
 from osprey.train.distill import load_drafter
 from osprey.train.distillation_config import OspreyDistillationConfig
-from osprey.train.distillation_trainer import OspreyDistillationTrainer, _StopAtNan
+from osprey.train.distillation_trainer import OspreyDistillationTrainer
 from osprey.train.examples import user_prompt_ids
 from osprey.train.feature_data import FeatureDataset, RowSubset
 
@@ -234,7 +235,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(line, monkeypatch):
 
 
 def test_gradients_that_are_not_finite_stop_before_the_step(line):
-    callback = _StopAtNan()
+    callback = StopAtNan()
     drafter = load_drafter(str(line / "drafter"))
     drafter.fc.weight.grad = torch.full_like(drafter.fc.weight, float("inf"))
     state, config = TrainerState(global_step=6), OspreyDistillationConfig(output_dir=str(line / "x"))

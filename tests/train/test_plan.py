@@ -109,7 +109,7 @@ def test_activations_are_those_of_a_real_step():
     from tiny import tiny_drafter, tiny_target
 
     from osprey.train.distillation_config import OspreyDistillationConfig
-    from osprey.train.plan import activations
+    from osprey.train.memory import activations
     from osprey.train.unroll import Chains, unroll
 
     drafter = tiny_drafter(tiny_target())
