@@ -27,6 +27,7 @@ from transformers import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from osprey.train.checkpoints import write_json
+from osprey.train.heap import keep_freed_memory
 from osprey.train.linear_loss import SampledVocabulary, use_linear_cross_entropy
 from osprey.train.packing import PackedRows
 from osprey.train.precision import use_bf16
@@ -105,6 +106,8 @@ def make_trainer(
         run_state: what every checkpoint stores beside the position in the data.
         evaluate: perplexities by name of at most so many tokens of each held-out file.
     """
+    if model.device.type == "cpu":
+        keep_freed_memory()
     sampled = sampled_vocabulary(rows, model.config.vocab_size, arguments.softmax_ids)
     use_linear_cross_entropy(model, sampled, teacher, arguments.distill_share)
     trainer = WholeCheckpoints(model, settings, train_dataset=rows, data_collator=default_data_collator)
