@@ -4,7 +4,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from .configuration_osprey import OspreyConfig, default_target_layer_ids
 from .cpu_linears import fp16_linears
-from .generation_osprey import Acceptance, OspreyCandidateGenerator, check_target, record_acceptance
+from .decoding_osprey import Acceptance, record_acceptance
+from .generation_osprey import OspreyCandidateGenerator, check_target
 from .modeling_osprey import OspreyDrafterForCausalLM, OspreyOutput
 
 AutoConfig.register("osprey", OspreyConfig)

@@ -5,58 +5,22 @@ target, and hands back that forward's outputs. The target's hidden states at the
 drafter's contexts; keys and values from earlier drafting, which were computed from guessed contexts, are dropped.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-from transformers.generation.stopping_criteria import StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+
+from .decoding_osprey import new_acceptance
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 DEFAULT_CONFIDENCE_THRESHOLD = 0.0
-
-
-@dataclass
-class Acceptance:
-    """What verification made of one `generate` call's drafts; the prefill verifies nothing and is not counted.
-
-    Attributes:
-        rounds: per verification forward of the target, (tokens drafted, drafted tokens accepted).
-    """
-
-    rounds: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens emitted per verification forward, the target's own (bonus) token included; NaN without a round."""
-        emitted = sum(accepted + 1 for _, accepted in self.rounds)
-        return emitted / len(self.rounds) if self.rounds else float("nan")
-
-
-_recording: ContextVar[list[Acceptance] | None] = ContextVar("osprey_recording", default=None)
-
-
-@contextmanager
-def record_acceptance() -> Iterator[list[Acceptance]]:
-    """Collect one [`Acceptance`] for each assisted `generate` call that is made inside, in this thread."""
-    calls: list[Acceptance] = []
-    token = _recording.set(calls)
-    try:
-        yield calls
-    finally:
-        _recording.reset(token)
 
 
 def check_target(drafter: PreTrainedModel, target: PreTrainedModel) -> None:
@@ -119,10 +83,7 @@ class OspreyCandidateGenerator(CandidateGenerator):
         self.num_cached = 0  # positions whose keys and values come from true contexts
         self.is_prefill = True  # whether the target's current forward is its first, which verifies nothing
         self.num_drafted = 0  # tokens of the draft that the target is verifying
-        calls = _recording.get()
-        self.acceptance = Acceptance()
-        if calls is not None:
-            calls.append(self.acceptance)
+        self.acceptance = new_acceptance()
 
     @torch.no_grad()
     def get_candidates(
@@ -255,107 +216,3 @@ def refuse_history_keepers(logits_processor: LogitsProcessorList) -> None:
                 f"{option} keeps a history that cannot be rolled back when a draft is rejected: generate without "
                 "assistant_model, or without it."
             )
-
-
-class StopAtFirst(BaseStreamer):
-    """Asks the stopping criteria about each accepted token in turn, as plain decoding does.
-
-    `_assisted_decoding` adds a whole accepted draft before it asks them once, and would miss a stop inside it. Stands
-    in for the criteria and for the streamer, which must not see what follows the stop.
-
-    Attributes:
-        length: tokens that have been asked about and kept, the prompt's included.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList, streamer: BaseStreamer | None, prompt_length: int):
-        self.criteria, self.streamer = criteria, streamer
-        self.prompt_length = self.length = prompt_length
-
-    def put(self, value: torch.LongTensor) -> None:
-        self.waiting = value  # [1, accepted + 1]
-
-    def end(self) -> None:
-        self.streamer.end()
-
-    def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor, ...] | None, **kwargs):
-        start = self.length
-        for self.length in range(start + 1, input_ids.shape[1] + 1):
-            so_far = None if scores is None else scores[: self.length - self.prompt_length]
-            stop = self.criteria(input_ids[:, : self.length], so_far, **kwargs)  # [1]
-            if stop.all():
-                break
-        if self.streamer is not None:
-            self.streamer.put(self.waiting[:, : self.length - start])
-        return stop
-
-    def crop(self, output: Any, cache: Cache) -> Any:
-        """What `_assisted_decoding` returned, without what follows the stop."""
-        sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        excess = sequences.shape[1] - self.length
-        if excess == 0:
-            return output
-        cache.crop(-excess)
-        if isinstance(output, torch.Tensor):
-            return output[:, :-excess]
-        output.sequences = sequences[:, :-excess]
-        for name in ("scores", "logits", "attentions", "hidden_states"):
-            if output.get(name) is not None:
-                output[name] = output[name][:-excess]
-        return output
-
-
-def install() -> None:
-    """Teach assisted generation to ask an Osprey drafter for its candidate generator; a second call does nothing.
-
-    A drafter brings its own generator (`osprey_candidate_generator`), so that drafters whose code comes from
-    different revisions work side by side, and every other assistant is passed through.
-    """
-    if getattr(GenerationMixin, "_osprey_installed", False):
-        return
-    get_candidate_generator = GenerationMixin._get_candidate_generator
-    validate_generation_mode = GenerationMixin._validate_generation_mode
-    assisted_decoding = GenerationMixin._assisted_decoding
-
-    @wraps(get_candidate_generator)
-    def get_candidate_generator_or_osprey(self, generation_config, *args, assistant_model=None, **kwargs):
-        make = getattr(assistant_model, "osprey_candidate_generator", None)
-        if make is None:
-            return get_candidate_generator(self, generation_config, *args, assistant_model=assistant_model, **kwargs)
-        return make(self, generation_config=generation_config, logits_processor=kwargs.get("logits_processor"))
-
-    @wraps(validate_generation_mode)
-    def validate_generation_mode_or_osprey(self, generation_mode, generation_config, generation_mode_kwargs):
-        # Before transformers compares vocabularies: its advice, to pass two tokenizers, does not apply here.
-        assistant = generation_mode_kwargs.get("assistant_model")
-        if hasattr(assistant, "osprey_candidate_generator"):
-            check_target(assistant, self)
-        return validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs)
-
-    @wraps(assisted_decoding)
-    def assisted_decoding_or_osprey(
-        self, input_ids, stopping_criteria, *, streamer=None, assistant_model=None, **kwargs
-    ):
-        if not hasattr(assistant_model, "osprey_candidate_generator"):
-            return assisted_decoding(
-                self,
-                input_ids,
-                stopping_criteria=stopping_criteria,
-                streamer=streamer,
-                assistant_model=assistant_model,
-                **kwargs,
-            )
-        stop = StopAtFirst(stopping_criteria, streamer, input_ids.shape[1])
-        output = assisted_decoding(
-            self,
-            input_ids,
-            stopping_criteria=stop,
-            streamer=stop if streamer is not None else None,
-            assistant_model=assistant_model,
-            **kwargs,
-        )
-        return stop.crop(output, kwargs["cache"])
-
-    GenerationMixin._get_candidate_generator = get_candidate_generator_or_osprey
-    GenerationMixin._validate_generation_mode = validate_generation_mode_or_osprey
-    GenerationMixin._assisted_decoding = assisted_decoding_or_osprey
-    GenerationMixin._osprey_installed = True

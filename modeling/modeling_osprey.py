@@ -1,7 +1,7 @@
 """The Osprey drafter: a few decoder blocks whose Q, K and V also read the target's hidden states.
 
 Sizes in the comments: B batch, T positions, S cached + new positions, h drafter hidden, H target hidden, V target
-vocabulary, D draft vocabulary (D = V without a shortlist).
+vocabulary, D draft vocabulary (without a shortlist all of V but the rows that only pad it).
 """
 
 import os
@@ -24,7 +24,8 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils import ModelOutput
 
 from .configuration_osprey import OspreyConfig
-from .generation_osprey import OspreyCandidateGenerator, install
+from .decoding_osprey import AssistedCall, install
+from .generation_osprey import OspreyCandidateGenerator, check_target
 
 
 @dataclass
@@ -164,6 +165,7 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
             self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.arange(config.vocab_size) < draft_vocab_size)
         self.post_init()
+        self.freeze_tied_shortlist()
 
     @property
     def has_tied_shortlist(self) -> bool:
@@ -173,17 +175,19 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
     @property
     def draft_ids(self) -> torch.LongTensor:
         """Target ids that can be drafted, in the order of the head's rows, `[D]`."""
-        arange = torch.arange(self.config.draft_vocab_size or self.config.vocab_size, device=self.device)
+        arange = torch.arange(self.config.draft_vocab_size or self.config.num_draftable, device=self.device)
         return arange if self.config.draft_vocab_size is None else arange + self.d2t
 
     @property
     def head_weight(self) -> torch.Tensor:
         """Rows of the head, `[D, h]`; those of a tied shortlist come from the embedding and carry its gradient."""
-        return self.embed_tokens.weight[self.draft_ids] if self.has_tied_shortlist else self.lm_head.weight
+        if self.has_tied_shortlist:
+            return self.embed_tokens.weight[self.draft_ids]
+        return self.lm_head.weight[: self.config.num_draftable]
 
     def set_draft_ids(self, ids: torch.LongTensor) -> None:
         """Make `ids` (`[D]`, rising target ids) the draft vocabulary; a tied head follows, another keeps its rows."""
-        size, limit = self.config.draft_vocab_size, self.config.vocab_size
+        size, limit = self.config.draft_vocab_size, self.config.num_draftable
         if size != len(ids) or not torch.equal(ids, ids.unique()) or ids[0] < 0 or ids[-1] >= limit:
             raise ValueError(
                 f"A draft vocabulary of {size} takes that many different ids from 0 to {limit - 1} in rising order, "
@@ -203,7 +207,14 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
         rows = self.embed_tokens.weight
         if rows.device.type != "meta" and self.d2t.device.type != "meta":
             self.lm_head.weight = nn.Parameter(rows.detach()[self.draft_ids].clone(), requires_grad=False)
-            rows.requires_grad_(False)
+
+    def freeze_tied_shortlist(self) -> None:
+        """Fix the embedding of which the head is a copy: the default, as training it would leave the copy behind.
+
+        Who trains it all the same reads the head from `head_weight` and calls `tie_weights` when done.
+        """
+        if self.has_tied_shortlist:
+            self.embed_tokens.requires_grad_(False)
 
     def project_taps(self, taps: torch.Tensor) -> torch.Tensor:
         """Contexts `[B, T, h]` from the target's three tapped layer outputs, concatenated: `[B, T, 3H]`."""
@@ -211,11 +222,11 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
 
     def draft_logits(self, last_hidden_state: torch.Tensor) -> torch.Tensor:
         """Scores over the draft vocabulary, `[B, T, D]`, from the last block's output `[B, T, h]`."""
-        return self.lm_head(self.norm(last_hidden_state))
+        return self.lm_head(self.norm(last_hidden_state))[..., : self.config.num_draftable]
 
     def widen_logits(self, draft_logits: torch.Tensor) -> torch.Tensor:
         """Scores over the target's vocabulary, `[..., V]`, `-inf` outside the draft vocabulary, from `[..., D]`."""
-        if self.config.draft_vocab_size is None:
+        if draft_logits.shape[-1] == self.config.vocab_size:
             return draft_logits
         shape = (*draft_logits.shape[:-1], self.config.vocab_size)
         wide = draft_logits.new_full(shape, float("-inf"))
@@ -285,9 +296,19 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
         logits = self.widen_logits(self.draft_logits(hidden_states[:, -logits_to_keep:]))  # [B, T or kept, V]
         return OspreyOutput(logits=logits, last_hidden_state=hidden_states, cache=cache)
 
+    # What `target.generate(assistant_model=self)` asks of a drafter, whichever copy of this code was installed first.
+
+    def osprey_check_target(self, target: PreTrainedModel) -> None:
+        check_target(self, target)
+
     def osprey_candidate_generator(self, target: PreTrainedModel, **kwargs) -> OspreyCandidateGenerator:
-        """The candidate generator that `target.generate(assistant_model=self)` uses."""
         return OspreyCandidateGenerator(self, target, **kwargs)
+
+    def osprey_decode(
+        self, assisted_decoding: Callable, input_ids: torch.LongTensor, stopping_criteria, streamer=None, **kwargs
+    ):
+        call = AssistedCall(self, stopping_criteria, streamer, kwargs.get("cache"), input_ids.shape[1])
+        return call.run(assisted_decoding, input_ids, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -325,6 +346,7 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"The weights in {path} do not fit its config ({listed}): fetch or make the drafter again."
             )
+        model.freeze_tied_shortlist()
         return (model, info) if return_info else model
 
 

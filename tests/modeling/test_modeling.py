@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import SHAPE, copy_blocks, tiny_drafter, tiny_prompt, tiny_target
+from tiny import SHAPE, DraftLog, copy_blocks, tiny_drafter, tiny_prompt, tiny_target
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.cache_utils import DynamicCache
@@ -185,6 +185,29 @@ def test_logits_outside_the_shortlist_are_minus_infinity():
     assert torch.equal(drafter.d2t + torch.arange(5), torch.tensor(shortlist))
     narrow = drafter.draft_logits(output.last_hidden_state)[:, -2:]
     torch.testing.assert_close(output.logits[..., shortlist], narrow)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_rows_that_pad_the_vocabulary_are_never_drafted(tie):
+    """Their rows are zero, so that they would win wherever all tokens score below zero."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, target_num_tokens=40, tie_word_embeddings=tie)
+    with torch.no_grad():
+        drafter.lm_head.weight[40:] = 0
+        drafter.norm.weight.fill_(1.0)
+        logits = drafter(tiny_prompt(6)).logits
+        narrow = drafter.draft_logits(drafter.run_layers(tiny_prompt(6)))
+    assert logits.shape == (1, 6, 48) and narrow.shape == (1, 6, 40)
+    assert torch.isfinite(logits[..., :40]).all() and (logits[..., 40:] == -torch.inf).all()
+    assert drafter.draft_ids.tolist() == list(range(40)) and drafter.head_weight.shape[0] == 40
+    drafter.norm.weight.data.zero_()  # all scores equal, those of padding too
+    for do_sample in (False, True):
+        log = DraftLog()
+        with pytest.MonkeyPatch.context() as patch:
+            log.start(patch)
+            target.generate(tiny_prompt(), max_new_tokens=60, do_sample=do_sample, assistant_model=drafter)
+        drafted = {step[1][0, -1].item() for step in log.steps if step[1].shape[1] > step[0]}
+        assert drafted and max(drafted) < 40
 
 
 def test_gradients_reach_fc_and_the_context_halves_at_the_first_step():
