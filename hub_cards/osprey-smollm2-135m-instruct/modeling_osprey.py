@@ -13,19 +13,13 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import ModelOutput
 
 from .configuration_osprey import OspreyConfig
 from .decoding_osprey import AssistedCall, install
 from .generation_osprey import OspreyCandidateGenerator, check_target
+from .layers_osprey import OspreyDecoderLayer
 
 
 @dataclass
@@ -42,76 +36,6 @@ class OspreyOutput(ModelOutput):
     logits: torch.FloatTensor | None = None
     last_hidden_state: torch.FloatTensor | None = None
     cache: Cache | None = None
-
-
-class OspreyAttention(nn.Module):
-    """Grouped-query attention over `[context | x]`: each projection is twice as wide as the backbone's."""
-
-    def __init__(self, config: OspreyConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
-        self.is_causal = True
-
-        in_features = 2 * config.hidden_size
-        query_features = config.num_attention_heads * self.head_dim
-        kv_features = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(in_features, query_features, bias=config.attention_bias)
-        self.k_proj = nn.Linear(in_features, kv_features, bias=config.attention_bias)
-        self.v_proj = nn.Linear(in_features, kv_features, bias=config.attention_bias)
-        self.o_proj = nn.Linear(query_features, config.hidden_size, bias=config.attention_output_bias)
-        self.q_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,  # [B, T, 2h]
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        cache: Cache | None,
-    ) -> torch.Tensor:
-        batch, length = hidden_states.shape[:2]
-        shape = (batch, length, -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)  # [B, heads, T, head_dim]
-        key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)  # [B, kv heads, T, head_dim]
-        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)  # [B, kv heads, T, head_dim]
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)  # [B, kv heads, S, head_dim]
-
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        dropout = self.config.attention_dropout if self.training else 0.0
-        output, _ = attention(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling)
-        return self.o_proj(output.reshape(batch, length, -1))  # [B, T, h]
-
-
-class OspreyDecoderLayer(nn.Module):
-    """A backbone block with `Q, K, V = W · [ctx_norm(context) | input_layernorm(x)]`, W's left half zero at first."""
-
-    def __init__(self, config: OspreyConfig, layer_idx: int):
-        super().__init__()
-        self.self_attn = OspreyAttention(config, layer_idx)
-        self.mlp = LlamaMLP(config)
-        self.ctx_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,  # [B, T, h]
-        context: torch.Tensor,  # [B, T, h]
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        cache: Cache | None,
-    ) -> torch.Tensor:
-        widened = torch.cat([self.ctx_norm(context), self.input_layernorm(hidden_states)], dim=-1)  # [B, T, 2h]
-        hidden_states = hidden_states + self.self_attn(widened, position_embeddings, attention_mask, cache)
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))  # [B, T, h]
 
 
 class OspreyPreTrainedModel(PreTrainedModel):
@@ -136,8 +60,8 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
     target.generate(**inputs, assistant_model=drafter)
     ```
 
-    The draft length is read from the drafter's own generation config, as for every assistant in transformers:
-    `drafter.generation_config.num_assistant_tokens` and `.assistant_confidence_threshold`.
+    How to draft is read from the drafter's own generation config, as for every assistant in transformers; see
+    `OspreyCandidateGenerator`.
     """
 
     _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
@@ -156,7 +80,7 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(OspreyDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         draft_vocab_size = config.draft_vocab_size or config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
@@ -166,6 +90,8 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
             self.register_buffer("t2d", torch.arange(config.vocab_size) < draft_vocab_size)
         self.post_init()
         self.freeze_tied_shortlist()
+        # Where it says that it was made from a model's config, loading drops the attributes that are our own.
+        self.generation_config._from_model_config = None
 
     @property
     def has_tied_shortlist(self) -> bool:
@@ -216,6 +142,16 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
         if self.has_tied_shortlist:
             self.embed_tokens.requires_grad_(False)
 
+    def fuse_projections(self) -> None:
+        """Join Q, K and V, and the MLP's gate and up, into one matrix product each: fewer, larger products a step.
+
+        For inference alone: names in the state dict change, so that a fused drafter cannot be saved.
+        """
+        for layer in self.layers:
+            if layer.self_attn.qkv_proj is None:
+                layer.self_attn.fuse()
+                layer.mlp.fuse()
+
     def project_taps(self, taps: torch.Tensor) -> torch.Tensor:
         """Contexts `[B, T, h]` from the target's three tapped layer outputs, concatenated: `[B, T, 3H]`."""
         return self.fc(taps)
@@ -240,11 +176,16 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The blocks alone: last hidden state before the final norm, `[B, T, h]`. Arguments as in `forward`."""
+        """The blocks alone: last hidden state before the final norm, `[B, T, h]`.
+
+        Arguments as in `forward`; `position_embeddings`, which `rotary_emb` gives for `position_ids`, can stand in
+        for these.
+        """
         hidden_states = self.embed_tokens(input_ids)  # [B, T, h]
         context = torch.zeros_like(hidden_states) if context is None else context.to(hidden_states.dtype)
-        if position_ids is None:
+        if position_ids is None and position_embeddings is None:
             past = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)[None]  # [1, T]
         if attention_mask is not None or input_ids.shape[1] > 1:  # one unpadded query sees every key: no mask
@@ -264,7 +205,8 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
             attention_mask = torch.zeros_like(attention_mask, dtype=hidden_states.dtype).masked_fill(
                 ~attention_mask, blocked
             )
-        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        if position_embeddings is None:
+            position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer in self.layers:
             hidden_states = layer(hidden_states, context, position_embeddings, attention_mask, cache)
         return hidden_states

@@ -38,6 +38,7 @@ def scores(drafter):
 def test_save_and_load(form, dtype, tmp_path):
     drafter = tiny_drafter(tiny_target(), **FORMS[form]).to(dtype)
     drafter.generation_config.num_assistant_tokens = 3
+    drafter.generation_config.lookup_num_tokens = 4
     drafter.save_pretrained(tmp_path)
     for load in (OspreyDrafter.from_pretrained, AutoModelForCausalLM.from_pretrained):
         loaded = load(tmp_path, dtype=dtype)
@@ -51,6 +52,7 @@ def test_save_and_load(form, dtype, tmp_path):
         assert torch.equal(scores(loaded), scores(drafter))
         assert torch.equal(loaded.draft_ids, drafter.draft_ids)
         assert loaded.generation_config.num_assistant_tokens == 3
+        assert loaded.generation_config.lookup_num_tokens == 4
         assert loaded.config.to_diff_dict() == AutoConfig.from_pretrained(tmp_path).to_diff_dict()
     assert sorted(path.suffix for path in tmp_path.glob("*.safetensors")) == [".safetensors"]
     assert not list(tmp_path.glob("*.bin"))
