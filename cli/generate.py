@@ -49,11 +49,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--weights",
         choices=("fp16", "fp32"),
-        help="the linear layers' weights on the CPU, activations are fp32 (default: fp16, much the faster)",
+        help="the target's linear weights on the CPU, activations are fp32 (default: fp16, much the faster, with an "
+        "int8 drafter)",
     )
     parser.add_argument("--num-assistant-tokens", type=int, help="longest draft (default: the drafter's own)")
     parser.add_argument(
         "--confidence-threshold", type=float, help="end a draft below this confidence (default: the drafter's own)"
+    )
+    parser.add_argument(
+        "--lookup-num-tokens",
+        type=int,
+        help="longest copy of what followed the last tokens before, 0 for none (default: the drafter's own)",
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
     parser.add_argument("--seed", type=int, default=0, help="for sampling")
@@ -69,6 +75,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         ("--max-new-tokens", arguments.max_new_tokens, 1),
         ("--threads", arguments.threads, 1),
         ("--num-assistant-tokens", arguments.num_assistant_tokens, 1),
+        ("--lookup-num-tokens", arguments.lookup_num_tokens, 0),
         ("--temperature", arguments.temperature, 0),
     ):
         if value is not None and value < least:
@@ -111,7 +118,7 @@ class Pair:
     target: "PreTrainedModel"
     drafter: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
-    weights: str  # how the target's (and drafter's) linear weights are kept
+    weights: str  # how the target's linear weights are kept; beside fp16 the drafter's are int8
     plain_scale: float = 1.0  # how much faster plain generation is with fp32 weights; 1 where it is not
     probe: dict[str, float] | None = None  # plain tokens/s with fp32 and with fp16 weights
 
@@ -120,7 +127,7 @@ def load_pair(arguments: argparse.Namespace, drafter_path: str, prompts: list[Pr
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from osprey.modeling import OspreyDrafter, check_target, fp16_linears
+    from osprey.modeling import OspreyDrafter, check_target, fp16_linears, int8_linears
 
     target_path = resolve_target(arguments.target)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
@@ -136,6 +143,8 @@ def load_pair(arguments: argparse.Namespace, drafter_path: str, prompts: list[Pr
         drafter.generation_config.num_assistant_tokens = arguments.num_assistant_tokens
     if arguments.confidence_threshold is not None:
         drafter.generation_config.assistant_confidence_threshold = arguments.confidence_threshold
+    if arguments.lookup_num_tokens is not None:
+        drafter.generation_config.lookup_num_tokens = arguments.lookup_num_tokens
 
     pair = Pair(target, drafter, tokenizer, str(target.dtype).removeprefix("torch."))
     if on_cpu:
@@ -145,7 +154,7 @@ def load_pair(arguments: argparse.Namespace, drafter_path: str, prompts: list[Pr
         fp32 = plain_rate(target, probe) if compare else None
         if pair.weights == "fp16":
             fp16_linears(target)
-            fp16_linears(drafter)
+            int8_linears(drafter)  # its precision never changes the text
         if fp32 is not None:
             pair.probe = {"fp32": fp32, "fp16": plain_rate(target, probe)}
             pair.plain_scale = max(1.0, pair.probe["fp32"] / pair.probe["fp16"])
@@ -236,10 +245,8 @@ def shorten(text: str, width: int = 90) -> str:
 def settings_of(pair: Pair, arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from osprey.modeling.generation_osprey import DEFAULT_CONFIDENCE_THRESHOLD, DEFAULT_NUM_ASSISTANT_TOKENS
+    from osprey.modeling.generation_osprey import draft_settings
 
-    own = pair.drafter.generation_config
-    threshold = own.assistant_confidence_threshold
     return {
         "target": public_name(arguments.target),
         "drafter": public_name(arguments.drafter or DEFAULT_DRAFTER),
@@ -249,8 +256,8 @@ def settings_of(pair: Pair, arguments: argparse.Namespace) -> dict[str, Any]:
         "max_new_tokens": arguments.max_new_tokens,
         "temperature": arguments.temperature,
         "seed": arguments.seed,
-        "num_assistant_tokens": own.num_assistant_tokens or DEFAULT_NUM_ASSISTANT_TOKENS,
-        "confidence_threshold": DEFAULT_CONFIDENCE_THRESHOLD if threshold is None else threshold,
+        "drafter_weights": "int8" if pair.weights == "fp16" else pair.weights,
+        **draft_settings(pair.drafter.generation_config),
         "plain_probe": pair.probe,
         "plain_scale": pair.plain_scale,
         "versions": {
@@ -266,7 +273,8 @@ def describe(settings: dict[str, Any]) -> str:
     text = (
         f"{settings['target']} with {Path(settings['drafter']).name}: {decoding}, "
         f"at most {settings['max_new_tokens']} new tokens, drafts of at most {settings['num_assistant_tokens']}, "
-        f"{settings['weights']} weights, {settings['device']}, threads: {settings['threads']}"
+        f"copies of at most {settings['lookup_num_tokens']}, {settings['weights']} weights "
+        f"({settings['drafter_weights']} in the drafter), {settings['device']}, threads: {settings['threads']}"
     )
     probe = settings["plain_probe"]
     if probe is None:

@@ -3,8 +3,9 @@
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .configuration_osprey import OspreyConfig, default_target_layer_ids
-from .cpu_linears import fp16_linears
-from .generation_osprey import Acceptance, OspreyCandidateGenerator, check_target, record_acceptance
+from .cpu_linears import fp16_linears, int8_linears
+from .decoding_osprey import Acceptance, record_acceptance
+from .generation_osprey import OspreyCandidateGenerator, check_target
 from .modeling_osprey import OspreyDrafterForCausalLM, OspreyOutput
 
 AutoConfig.register("osprey", OspreyConfig)
@@ -22,5 +23,6 @@ __all__ = [
     "check_target",
     "default_target_layer_ids",
     "fp16_linears",
+    "int8_linears",
     "record_acceptance",
 ]

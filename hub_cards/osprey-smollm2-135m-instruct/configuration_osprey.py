@@ -1,7 +1,7 @@
 """Configuration of an Osprey drafter.
 
-This file, `modeling_osprey.py` and `generation_osprey.py` travel with every drafter on the Hub as remote code:
-they import torch and transformers only.
+The files named `*_osprey.py` travel with every drafter on the Hub as remote code: they import torch and transformers
+only.
 """
 
 import transformers
@@ -51,6 +51,8 @@ class OspreyConfig(PreTrainedConfig):
         qk_norm (`bool`): RMSNorm over each query and key head before the rotation, as in qwen3.
         draft_vocab_size (`int`, *optional*): size D of the shortlist of target ids that can be drafted; `None`: all.
         target (`str`), target_revision (`str`): the model that this drafter was adapted to.
+        target_num_tokens (`int`, *optional*): ids that the target's tokenizer knows. Rows of the embedding from there
+            on only pad the vocabulary, and are never drafted; `None`: there are none.
         target_hidden_size (`int`), target_num_hidden_layers (`int`): its shape (H, L), checked before drafting.
         target_layer_ids (`list[int]`): three decoder layers of the target whose outputs are read, counted from 0.
         backbone (`str`), backbone_model_type (`str`): where the blocks came from, and their family.
@@ -85,6 +87,7 @@ class OspreyConfig(PreTrainedConfig):
     draft_vocab_size: int | None = None
     target: str | None = None
     target_revision: str | None = None
+    target_num_tokens: int | None = None
     target_hidden_size: int | None = None
     target_num_hidden_layers: int | None = None
     target_layer_ids: list[int] | None = None
@@ -114,11 +117,22 @@ class OspreyConfig(PreTrainedConfig):
                 f"num_attention_heads is {self.num_attention_heads}, but it must be a multiple of num_key_value_heads "
                 f"{self.num_key_value_heads}: correct config.json."
             )
-        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
+        if self.target_num_tokens is not None and not 0 < self.target_num_tokens <= self.vocab_size:
             raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size}, but it must lie between 1 and the target's vocab_size "
-                f"{self.vocab_size}: correct it in config.json, or leave it out to draft over the whole vocabulary."
+                f"target_num_tokens is {self.target_num_tokens}, but it must lie between 1 and the target's "
+                f"vocab_size {self.vocab_size}: correct it in config.json, or leave it out where no row is padding."
             )
+        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.num_draftable:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}, but it must lie between 1 and the "
+                f"{self.num_draftable} tokens of the target (vocab_size, or target_num_tokens): correct it in "
+                "config.json, or leave it out to draft over the whole vocabulary."
+            )
+
+    @property
+    def num_draftable(self) -> int:
+        """Target ids below this one are tokens and can be drafted; the rest of the vocabulary is padding."""
+        return self.vocab_size if self.target_num_tokens is None else self.target_num_tokens
 
     def _refuse_unknown_keys(self, kwargs: dict) -> None:
         # Everything that transformers itself stores in a config is a field or a property of the base class; another

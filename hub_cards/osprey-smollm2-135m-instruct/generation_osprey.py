@@ -3,60 +3,34 @@
 Each round of `_assisted_decoding` asks the candidate generator for a draft, verifies it with one forward of the
 target, and hands back that forward's outputs. The target's hidden states at the accepted positions become the
 drafter's contexts; keys and values from earlier drafting, which were computed from guessed contexts, are dropped.
+
+Where the last tokens have occurred in the text before, what followed them is copied, which costs nothing, and the
+drafter goes on where the copy is shorter than a draft may be.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-from transformers.generation.stopping_criteria import StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+
+from .decoding_osprey import new_acceptance
+from .layers_osprey import BufferedLayer
+from .lookup_osprey import NgramIndex
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 DEFAULT_CONFIDENCE_THRESHOLD = 0.0
-
-
-@dataclass
-class Acceptance:
-    """What verification made of one `generate` call's drafts; the prefill verifies nothing and is not counted.
-
-    Attributes:
-        rounds: per verification forward of the target, (tokens drafted, drafted tokens accepted).
-    """
-
-    rounds: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens emitted per verification forward, the target's own (bonus) token included; NaN without a round."""
-        emitted = sum(accepted + 1 for _, accepted in self.rounds)
-        return emitted / len(self.rounds) if self.rounds else float("nan")
-
-
-_recording: ContextVar[list[Acceptance] | None] = ContextVar("osprey_recording", default=None)
-
-
-@contextmanager
-def record_acceptance() -> Iterator[list[Acceptance]]:
-    """Collect one [`Acceptance`] for each assisted `generate` call that is made inside, in this thread."""
-    calls: list[Acceptance] = []
-    token = _recording.set(calls)
-    try:
-        yield calls
-    finally:
-        _recording.reset(token)
+# Own attributes of the drafter's generation config; what transformers calls prompt_lookup_num_tokens and
+# max_matching_ngram_size belongs to the target's, and means decoding without a drafter.
+DEFAULT_LOOKUP_NUM_TOKENS = 6
+DEFAULT_LOOKUP_NGRAM_SIZE = 3
+LONGEST_NGRAM = 5
 
 
 def check_target(drafter: PreTrainedModel, target: PreTrainedModel) -> None:
@@ -75,7 +49,11 @@ def check_target(drafter: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 class OspreyCandidateGenerator(CandidateGenerator):
-    """Drafts a chain of tokens from the target's hidden states, one draft step a token.
+    """Drafts a chain of tokens: a copy from the text so far, then one draft step a token from the target's states.
+
+    What it reads from the drafter's generation config: `num_assistant_tokens` (the longest draft),
+    `assistant_confidence_threshold` (a draft ends where the drafter's probability of all of it is below),
+    `lookup_num_tokens` (the longest copy, 0 for none) and `lookup_ngram_size` (how many last tokens must recur).
 
     Args:
         drafter: an `OspreyDrafterForCausalLM`; nothing is stored on it, so that threads may share one.
@@ -103,10 +81,11 @@ class OspreyCandidateGenerator(CandidateGenerator):
         self.model_kwargs_overrides = {"output_hidden_states": self.output_hidden_states}
         self.mask_length = getattr(generation_config, "_mask_length", None)  # where generate dropped an idle mask
 
-        own = drafter.generation_config
-        self.num_assistant_tokens = own.num_assistant_tokens or DEFAULT_NUM_ASSISTANT_TOKENS
-        threshold = own.assistant_confidence_threshold
-        self.confidence_threshold = DEFAULT_CONFIDENCE_THRESHOLD if threshold is None else threshold
+        settings = draft_settings(drafter.generation_config)
+        self.num_assistant_tokens = settings["num_assistant_tokens"]
+        self.confidence_threshold = settings["confidence_threshold"]
+        self.lookup_num_tokens = settings["lookup_num_tokens"]
+        self.ngrams = NgramIndex(settings["lookup_ngram_size"], max(LONGEST_NGRAM, settings["lookup_ngram_size"]))
         self.max_length = generation_config.max_length
         self.do_sample = generation_config.do_sample
         # Scores are only read by speculative sampling, and by greedy decoding with an ensemble weight.
@@ -115,14 +94,12 @@ class OspreyCandidateGenerator(CandidateGenerator):
         self.eos_token_ids = set() if eos is None else set(eos.flatten().tolist())
         self.draft_ids = drafter.draft_ids
 
-        self.cache = DynamicCache(config=drafter.config)
+        self.cache = Cache(layer_class_to_replicate=BufferedLayer)
         self.num_cached = 0  # positions whose keys and values come from true contexts
+        self.unread: list[tuple[torch.Tensor, torch.Tensor]] = []  # tokens and taps of the positions that follow
         self.is_prefill = True  # whether the target's current forward is its first, which verifies nothing
         self.num_drafted = 0  # tokens of the draft that the target is verifying
-        calls = _recording.get()
-        self.acceptance = Acceptance()
-        if calls is not None:
-            calls.append(self.acceptance)
+        self.acceptance = new_acceptance()
 
     @torch.no_grad()
     def get_candidates(
@@ -135,42 +112,87 @@ class OspreyCandidateGenerator(CandidateGenerator):
         **kwargs,
     ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
         """`input_ids` (`[1, L]`) with a draft behind it, and the draft's processed scores (`[1, drafted, V]`)."""
-        self.is_prefill = is_first_iteration
+        length = input_ids.shape[1]
+        self.is_prefill, self.num_drafted = is_first_iteration, 0
         self.model_kwargs_overrides = {"output_hidden_states": self.output_hidden_states}
         if is_first_iteration:  # the target has not run yet, there is nothing to read
             self.model_kwargs_overrides |= self.uncached_inputs(input_ids, model_kwargs or {})
             return input_ids, None
-        budget = min(self.num_assistant_tokens, self.max_length - input_ids.shape[1] - 1)
-        if budget <= 0:
-            self.num_drafted = 0
+        room = self.max_length - length - 1
+        if room <= 0:
             return input_ids, None
-        tokens, context, position_ids = self.read_target(input_ids, model_kwargs or {}, model_outputs, n_last_matches)
-        self.cache.crop(self.num_cached - self.cache.get_seq_length())
-        self.num_cached += tokens.shape[1]
+        self.read_target(input_ids, model_kwargs or {}, model_outputs, n_last_matches)
+        copied = self.look_up(input_ids, room)  # [1, copied]
+        candidate_ids = torch.cat([input_ids, copied], dim=-1)
+        scores = [self.certain_scores(copied)] if copied.shape[1] > 0 and self.returns_scores else []
+        ended = copied.shape[1] > 0 and copied[0, -1].item() in self.eos_token_ids
+        if copied.shape[1] < min(self.num_assistant_tokens, room) and not ended:
+            candidate_ids, scores = self.draft(candidate_ids, scores, length, min(self.num_assistant_tokens, room))
+        self.num_drafted = candidate_ids.shape[1] - length
+        return candidate_ids, torch.cat(scores, dim=1) if scores else None
 
-        drafted: list[torch.Tensor] = []
-        scores: list[torch.Tensor] = []
-        candidate_ids = input_ids  # the processors' own tensors lie on its device
+    def look_up(self, input_ids: torch.LongTensor, room: int) -> torch.LongTensor:
+        """What followed where the last tokens occurred before, up to an end token, `[1, at most room]`."""
+        copied: list[int] = []
+        if self.lookup_num_tokens > 0:
+            self.ngrams.extend(input_ids[0, len(self.ngrams.tokens) :].tolist())
+            position = self.ngrams.find()
+            if position is not None:
+                copied = self.ngrams.copy(position, min(self.lookup_num_tokens, room))
+        end = next((i for i, token in enumerate(copied) if token in self.eos_token_ids), len(copied))
+        return torch.tensor([copied[: end + 1]], dtype=input_ids.dtype, device=input_ids.device)
+
+    def certain_scores(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """Scores (`[1, n, V]`) of which the softmax is 1 at `tokens` (`[1, n]`): no chance had a part in copying."""
+        shape = (*tokens.shape, self.drafter.config.vocab_size)
+        return torch.full(shape, -torch.inf, device=tokens.device).scatter_(-1, tokens[..., None], 0.0)
+
+    def draft(
+        self, candidate_ids: torch.LongTensor, scores: list[torch.Tensor], length: int, budget: int
+    ) -> tuple[torch.LongTensor, list[torch.Tensor]]:
+        """`candidate_ids` (`[1, length + copied]`) and `scores`, extended to a draft of at most `budget` tokens.
+
+        The drafter runs over the copied tokens as over its own, each with the state of the one before as context.
+        """
+        drafter = self.drafter
+        tokens, context = self.read_contexts()  # [1, T], [1, T, h]
+        start, known = self.num_cached, tokens.shape[1]
+        self.cache.crop(start - self.cache.get_seq_length())
+        self.num_cached += known
+        positions = torch.arange(start, start + known + budget - 1, device=tokens.device)[None]
+        cos, sin = drafter.rotary_emb(context, positions)  # of the whole round, [1, T + budget - 1, head_dim]
+        at = slice(0, known)
+        mask = self.causal_mask(start, known)
         confidence = 1.0
-        while True:
-            hidden = self.drafter.run_layers(tokens, context, position_ids=position_ids, cache=self.cache)
+        for step in range(budget):
+            hidden = drafter.run_layers(
+                tokens, context, mask, cache=self.cache, position_embeddings=(cos[:, at], sin[:, at])
+            )
             context = hidden[:, -1:]  # [1, 1, h]
-            token, score, probability = self.choose(candidate_ids, self.drafter.draft_logits(context)[:, -1])
-            if token is None:
-                break
-            drafted.append(token)
-            scores.append(score)
-            confidence *= probability
-            candidate_ids = torch.cat([candidate_ids, token.to(candidate_ids.device)], dim=-1)  # [1, L + drafted]
-            if len(drafted) == budget or confidence < self.confidence_threshold:
-                break
-            if self.eos_token_ids and token.item() in self.eos_token_ids:
-                break
-            tokens, position_ids = token.to(position_ids.device), position_ids[:, -1:] + 1  # [1, 1]
-        self.num_drafted = len(drafted)
-        if not drafted:
-            return input_ids, None
-        return candidate_ids, torch.stack(scores, dim=1) if self.returns_scores else None
+            if length + step == candidate_ids.shape[1]:
+                token, score, probability = self.choose(candidate_ids, drafter.draft_logits(context)[:, -1])
+                if token is None:
+                    break
+                candidate_ids = torch.cat([candidate_ids, token.to(candidate_ids.device)], dim=-1)
+                if score is not None:
+                    scores.append(score[:, None])
+                confidence *= probability
+                if confidence < self.confidence_threshold:
+                    break
+            tokens = candidate_ids[:, length + step : length + step + 1].to(context.device)  # [1, 1]
+            at, mask = slice(known + step, known + step + 1), None
+        return candidate_ids, scores
+
+    def causal_mask(self, start: int, length: int) -> torch.Tensor | None:
+        """Which of `start + length` keys each of the last `length` positions sees, `[1, 1, length, start + length]`.
+
+        None where the attention function sees to it; for a few positions transformers' general way costs more than
+        the attention.
+        """
+        if start == 0 or length == 1 or self.drafter.config._attn_implementation not in ("sdpa", "eager"):
+            return None
+        ones = torch.ones(length, start + length, dtype=torch.bool, device=self.drafter.device)
+        return ones.tril(start)[None, None]
 
     def uncached_inputs(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Inputs of the first forward without the positions that a cache brought by the caller holds already.
@@ -190,8 +212,8 @@ class OspreyCandidateGenerator(CandidateGenerator):
 
     def read_target(
         self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], model_outputs: Any, n_last_matches: int
-    ) -> tuple[torch.LongTensor, torch.Tensor, torch.LongTensor]:
-        """Tokens (`[1, T]`), contexts (`[1, T, h]`) and positions (`[1, T]`) that the last verification made known.
+    ) -> None:
+        """Keep the tokens (`[1, T]`) and taps (`[1, T, 3H]`) that the last verification made known.
 
         At the prefill these are all positions that the target has just computed: the whole prompt, or what follows
         a cache that the caller brought (earlier positions have no taps, and the drafter does without them, counting
@@ -199,20 +221,27 @@ class OspreyCandidateGenerator(CandidateGenerator):
         """
         states = [model_outputs.hidden_states[i] for i in self.hidden_state_ids]
         device = self.drafter.device
-        if self.num_cached > 0:
-            count = n_last_matches + 1
-            states = [state[:, :count] for state in states]
-        else:  # after `inputs_embeds` only the first generated token has an id
+        is_first = self.num_cached == 0 and not self.unread
+        if is_first:  # after `inputs_embeds` only the first generated token has an id
             count = min(states[0].shape[1], input_ids.shape[1])
             states = [state[:, -count:] for state in states]
+        else:
+            count = n_last_matches + 1
+            states = [state[:, :count] for state in states]
         tokens = input_ids[:, -count:].to(device)  # [1, T]: position t holds token t + 1
         taps = torch.cat([state.to(device) for state in states], dim=-1)  # [1, T, 3H]
         mask = model_kwargs.get("attention_mask")
-        if self.num_cached == 0 and mask is not None:
+        if is_first and mask is not None:
             keep = mask[0, -count - 1 : -1].bool().to(device)  # [T]
             tokens, taps = tokens[:, keep], taps[:, keep]
-        position_ids = torch.arange(self.num_cached, self.num_cached + tokens.shape[1], device=device)[None]  # [1, T]
-        return tokens, self.drafter.project_taps(taps.to(self.drafter.dtype)), position_ids
+        self.unread.append((tokens, taps))
+
+    def read_contexts(self) -> tuple[torch.LongTensor, torch.Tensor]:
+        """Tokens (`[1, T]`) and contexts (`[1, T, h]`) of all positions that the drafter has not run over yet."""
+        tokens = torch.cat([tokens for tokens, _ in self.unread], dim=1)
+        taps = torch.cat([taps for _, taps in self.unread], dim=1)
+        self.unread.clear()
+        return tokens, self.drafter.project_taps(taps.to(self.drafter.dtype))
 
     def choose(
         self, candidate_ids: torch.LongTensor, draft_logits: torch.Tensor
@@ -244,6 +273,17 @@ class OspreyCandidateGenerator(CandidateGenerator):
             self.acceptance.rounds.append((self.num_drafted, int(num_matches)))
 
 
+def draft_settings(own: GenerationConfig) -> dict[str, Any]:
+    """How to draft, from the drafter's generation config and the defaults."""
+    threshold = own.assistant_confidence_threshold
+    return {
+        "num_assistant_tokens": own.num_assistant_tokens or DEFAULT_NUM_ASSISTANT_TOKENS,
+        "confidence_threshold": DEFAULT_CONFIDENCE_THRESHOLD if threshold is None else threshold,
+        "lookup_num_tokens": getattr(own, "lookup_num_tokens", DEFAULT_LOOKUP_NUM_TOKENS),
+        "lookup_ngram_size": getattr(own, "lookup_ngram_size", DEFAULT_LOOKUP_NGRAM_SIZE),
+    }
+
+
 def refuse_history_keepers(logits_processor: LogitsProcessorList) -> None:
     """Raise `ValueError` for a processor that remembers what it was called with: a rejected draft would stay in it."""
     for kind, option in (
@@ -255,107 +295,3 @@ def refuse_history_keepers(logits_processor: LogitsProcessorList) -> None:
                 f"{option} keeps a history that cannot be rolled back when a draft is rejected: generate without "
                 "assistant_model, or without it."
             )
-
-
-class StopAtFirst(BaseStreamer):
-    """Asks the stopping criteria about each accepted token in turn, as plain decoding does.
-
-    `_assisted_decoding` adds a whole accepted draft before it asks them once, and would miss a stop inside it. Stands
-    in for the criteria and for the streamer, which must not see what follows the stop.
-
-    Attributes:
-        length: tokens that have been asked about and kept, the prompt's included.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList, streamer: BaseStreamer | None, prompt_length: int):
-        self.criteria, self.streamer = criteria, streamer
-        self.prompt_length = self.length = prompt_length
-
-    def put(self, value: torch.LongTensor) -> None:
-        self.waiting = value  # [1, accepted + 1]
-
-    def end(self) -> None:
-        self.streamer.end()
-
-    def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor, ...] | None, **kwargs):
-        start = self.length
-        for self.length in range(start + 1, input_ids.shape[1] + 1):
-            so_far = None if scores is None else scores[: self.length - self.prompt_length]
-            stop = self.criteria(input_ids[:, : self.length], so_far, **kwargs)  # [1]
-            if stop.all():
-                break
-        if self.streamer is not None:
-            self.streamer.put(self.waiting[:, : self.length - start])
-        return stop
-
-    def crop(self, output: Any, cache: Cache) -> Any:
-        """What `_assisted_decoding` returned, without what follows the stop."""
-        sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        excess = sequences.shape[1] - self.length
-        if excess == 0:
-            return output
-        cache.crop(-excess)
-        if isinstance(output, torch.Tensor):
-            return output[:, :-excess]
-        output.sequences = sequences[:, :-excess]
-        for name in ("scores", "logits", "attentions", "hidden_states"):
-            if output.get(name) is not None:
-                output[name] = output[name][:-excess]
-        return output
-
-
-def install() -> None:
-    """Teach assisted generation to ask an Osprey drafter for its candidate generator; a second call does nothing.
-
-    A drafter brings its own generator (`osprey_candidate_generator`), so that drafters whose code comes from
-    different revisions work side by side, and every other assistant is passed through.
-    """
-    if getattr(GenerationMixin, "_osprey_installed", False):
-        return
-    get_candidate_generator = GenerationMixin._get_candidate_generator
-    validate_generation_mode = GenerationMixin._validate_generation_mode
-    assisted_decoding = GenerationMixin._assisted_decoding
-
-    @wraps(get_candidate_generator)
-    def get_candidate_generator_or_osprey(self, generation_config, *args, assistant_model=None, **kwargs):
-        make = getattr(assistant_model, "osprey_candidate_generator", None)
-        if make is None:
-            return get_candidate_generator(self, generation_config, *args, assistant_model=assistant_model, **kwargs)
-        return make(self, generation_config=generation_config, logits_processor=kwargs.get("logits_processor"))
-
-    @wraps(validate_generation_mode)
-    def validate_generation_mode_or_osprey(self, generation_mode, generation_config, generation_mode_kwargs):
-        # Before transformers compares vocabularies: its advice, to pass two tokenizers, does not apply here.
-        assistant = generation_mode_kwargs.get("assistant_model")
-        if hasattr(assistant, "osprey_candidate_generator"):
-            check_target(assistant, self)
-        return validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs)
-
-    @wraps(assisted_decoding)
-    def assisted_decoding_or_osprey(
-        self, input_ids, stopping_criteria, *, streamer=None, assistant_model=None, **kwargs
-    ):
-        if not hasattr(assistant_model, "osprey_candidate_generator"):
-            return assisted_decoding(
-                self,
-                input_ids,
-                stopping_criteria=stopping_criteria,
-                streamer=streamer,
-                assistant_model=assistant_model,
-                **kwargs,
-            )
-        stop = StopAtFirst(stopping_criteria, streamer, input_ids.shape[1])
-        output = assisted_decoding(
-            self,
-            input_ids,
-            stopping_criteria=stop,
-            streamer=stop if streamer is not None else None,
-            assistant_model=assistant_model,
-            **kwargs,
-        )
-        return stop.crop(output, kwargs["cache"])
-
-    GenerationMixin._get_candidate_generator = get_candidate_generator_or_osprey
-    GenerationMixin._validate_generation_mode = validate_generation_mode_or_osprey
-    GenerationMixin._assisted_decoding = assisted_decoding_or_osprey
-    GenerationMixin._osprey_installed = True

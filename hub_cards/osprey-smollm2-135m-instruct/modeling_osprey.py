@@ -1,7 +1,7 @@
 """The Osprey drafter: a few decoder blocks whose Q, K and V also read the target's hidden states.
 
 Sizes in the comments: B batch, T positions, S cached + new positions, h drafter hidden, H target hidden, V target
-vocabulary, D draft vocabulary (D = V without a shortlist).
+vocabulary, D draft vocabulary (without a shortlist all of V but the rows that only pad it).
 """
 
 import os
@@ -13,18 +13,13 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import ModelOutput
 
 from .configuration_osprey import OspreyConfig
-from .generation_osprey import OspreyCandidateGenerator, install
+from .decoding_osprey import AssistedCall, install
+from .generation_osprey import OspreyCandidateGenerator, check_target
+from .layers_osprey import OspreyDecoderLayer
 
 
 @dataclass
@@ -41,76 +36,6 @@ class OspreyOutput(ModelOutput):
     logits: torch.FloatTensor | None = None
     last_hidden_state: torch.FloatTensor | None = None
     cache: Cache | None = None
-
-
-class OspreyAttention(nn.Module):
-    """Grouped-query attention over `[context | x]`: each projection is twice as wide as the backbone's."""
-
-    def __init__(self, config: OspreyConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
-        self.is_causal = True
-
-        in_features = 2 * config.hidden_size
-        query_features = config.num_attention_heads * self.head_dim
-        kv_features = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(in_features, query_features, bias=config.attention_bias)
-        self.k_proj = nn.Linear(in_features, kv_features, bias=config.attention_bias)
-        self.v_proj = nn.Linear(in_features, kv_features, bias=config.attention_bias)
-        self.o_proj = nn.Linear(query_features, config.hidden_size, bias=config.attention_output_bias)
-        self.q_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,  # [B, T, 2h]
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        cache: Cache | None,
-    ) -> torch.Tensor:
-        batch, length = hidden_states.shape[:2]
-        shape = (batch, length, -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)  # [B, heads, T, head_dim]
-        key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)  # [B, kv heads, T, head_dim]
-        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)  # [B, kv heads, T, head_dim]
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)  # [B, kv heads, S, head_dim]
-
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        dropout = self.config.attention_dropout if self.training else 0.0
-        output, _ = attention(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling)
-        return self.o_proj(output.reshape(batch, length, -1))  # [B, T, h]
-
-
-class OspreyDecoderLayer(nn.Module):
-    """A backbone block with `Q, K, V = W · [ctx_norm(context) | input_layernorm(x)]`, W's left half zero at first."""
-
-    def __init__(self, config: OspreyConfig, layer_idx: int):
-        super().__init__()
-        self.self_attn = OspreyAttention(config, layer_idx)
-        self.mlp = LlamaMLP(config)
-        self.ctx_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,  # [B, T, h]
-        context: torch.Tensor,  # [B, T, h]
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        cache: Cache | None,
-    ) -> torch.Tensor:
-        widened = torch.cat([self.ctx_norm(context), self.input_layernorm(hidden_states)], dim=-1)  # [B, T, 2h]
-        hidden_states = hidden_states + self.self_attn(widened, position_embeddings, attention_mask, cache)
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))  # [B, T, h]
 
 
 class OspreyPreTrainedModel(PreTrainedModel):
@@ -135,8 +60,8 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
     target.generate(**inputs, assistant_model=drafter)
     ```
 
-    The draft length is read from the drafter's own generation config, as for every assistant in transformers:
-    `drafter.generation_config.num_assistant_tokens` and `.assistant_confidence_threshold`.
+    How to draft is read from the drafter's own generation config, as for every assistant in transformers; see
+    `OspreyCandidateGenerator`.
     """
 
     _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
@@ -155,7 +80,7 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(OspreyDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         draft_vocab_size = config.draft_vocab_size or config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
@@ -164,6 +89,9 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
             self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.arange(config.vocab_size) < draft_vocab_size)
         self.post_init()
+        self.freeze_tied_shortlist()
+        # Where it says that it was made from a model's config, loading drops the attributes that are our own.
+        self.generation_config._from_model_config = None
 
     @property
     def has_tied_shortlist(self) -> bool:
@@ -173,17 +101,19 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
     @property
     def draft_ids(self) -> torch.LongTensor:
         """Target ids that can be drafted, in the order of the head's rows, `[D]`."""
-        arange = torch.arange(self.config.draft_vocab_size or self.config.vocab_size, device=self.device)
+        arange = torch.arange(self.config.draft_vocab_size or self.config.num_draftable, device=self.device)
         return arange if self.config.draft_vocab_size is None else arange + self.d2t
 
     @property
     def head_weight(self) -> torch.Tensor:
         """Rows of the head, `[D, h]`; those of a tied shortlist come from the embedding and carry its gradient."""
-        return self.embed_tokens.weight[self.draft_ids] if self.has_tied_shortlist else self.lm_head.weight
+        if self.has_tied_shortlist:
+            return self.embed_tokens.weight[self.draft_ids]
+        return self.lm_head.weight[: self.config.num_draftable]
 
     def set_draft_ids(self, ids: torch.LongTensor) -> None:
         """Make `ids` (`[D]`, rising target ids) the draft vocabulary; a tied head follows, another keeps its rows."""
-        size, limit = self.config.draft_vocab_size, self.config.vocab_size
+        size, limit = self.config.draft_vocab_size, self.config.num_draftable
         if size != len(ids) or not torch.equal(ids, ids.unique()) or ids[0] < 0 or ids[-1] >= limit:
             raise ValueError(
                 f"A draft vocabulary of {size} takes that many different ids from 0 to {limit - 1} in rising order, "
@@ -203,7 +133,24 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
         rows = self.embed_tokens.weight
         if rows.device.type != "meta" and self.d2t.device.type != "meta":
             self.lm_head.weight = nn.Parameter(rows.detach()[self.draft_ids].clone(), requires_grad=False)
-            rows.requires_grad_(False)
+
+    def freeze_tied_shortlist(self) -> None:
+        """Fix the embedding of which the head is a copy: the default, as training it would leave the copy behind.
+
+        Who trains it all the same reads the head from `head_weight` and calls `tie_weights` when done.
+        """
+        if self.has_tied_shortlist:
+            self.embed_tokens.requires_grad_(False)
+
+    def fuse_projections(self) -> None:
+        """Join Q, K and V, and the MLP's gate and up, into one matrix product each: fewer, larger products a step.
+
+        For inference alone: names in the state dict change, so that a fused drafter cannot be saved.
+        """
+        for layer in self.layers:
+            if layer.self_attn.qkv_proj is None:
+                layer.self_attn.fuse()
+                layer.mlp.fuse()
 
     def project_taps(self, taps: torch.Tensor) -> torch.Tensor:
         """Contexts `[B, T, h]` from the target's three tapped layer outputs, concatenated: `[B, T, 3H]`."""
@@ -211,11 +158,11 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
 
     def draft_logits(self, last_hidden_state: torch.Tensor) -> torch.Tensor:
         """Scores over the draft vocabulary, `[B, T, D]`, from the last block's output `[B, T, h]`."""
-        return self.lm_head(self.norm(last_hidden_state))
+        return self.lm_head(self.norm(last_hidden_state))[..., : self.config.num_draftable]
 
     def widen_logits(self, draft_logits: torch.Tensor) -> torch.Tensor:
         """Scores over the target's vocabulary, `[..., V]`, `-inf` outside the draft vocabulary, from `[..., D]`."""
-        if self.config.draft_vocab_size is None:
+        if draft_logits.shape[-1] == self.config.vocab_size:
             return draft_logits
         shape = (*draft_logits.shape[:-1], self.config.vocab_size)
         wide = draft_logits.new_full(shape, float("-inf"))
@@ -229,11 +176,16 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The blocks alone: last hidden state before the final norm, `[B, T, h]`. Arguments as in `forward`."""
+        """The blocks alone: last hidden state before the final norm, `[B, T, h]`.
+
+        Arguments as in `forward`; `position_embeddings`, which `rotary_emb` gives for `position_ids`, can stand in
+        for these.
+        """
         hidden_states = self.embed_tokens(input_ids)  # [B, T, h]
         context = torch.zeros_like(hidden_states) if context is None else context.to(hidden_states.dtype)
-        if position_ids is None:
+        if position_ids is None and position_embeddings is None:
             past = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)[None]  # [1, T]
         if attention_mask is not None or input_ids.shape[1] > 1:  # one unpadded query sees every key: no mask
@@ -253,7 +205,8 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
             attention_mask = torch.zeros_like(attention_mask, dtype=hidden_states.dtype).masked_fill(
                 ~attention_mask, blocked
             )
-        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        if position_embeddings is None:
+            position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer in self.layers:
             hidden_states = layer(hidden_states, context, position_embeddings, attention_mask, cache)
         return hidden_states
@@ -285,9 +238,19 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
         logits = self.widen_logits(self.draft_logits(hidden_states[:, -logits_to_keep:]))  # [B, T or kept, V]
         return OspreyOutput(logits=logits, last_hidden_state=hidden_states, cache=cache)
 
+    # What `target.generate(assistant_model=self)` asks of a drafter, whichever copy of this code was installed first.
+
+    def osprey_check_target(self, target: PreTrainedModel) -> None:
+        check_target(self, target)
+
     def osprey_candidate_generator(self, target: PreTrainedModel, **kwargs) -> OspreyCandidateGenerator:
-        """The candidate generator that `target.generate(assistant_model=self)` uses."""
         return OspreyCandidateGenerator(self, target, **kwargs)
+
+    def osprey_decode(
+        self, assisted_decoding: Callable, input_ids: torch.LongTensor, stopping_criteria, streamer=None, **kwargs
+    ):
+        call = AssistedCall(self, stopping_criteria, streamer, kwargs.get("cache"), input_ids.shape[1])
+        return call.run(assisted_decoding, input_ids, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -325,6 +288,7 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"The weights in {path} do not fit its config ({listed}): fetch or make the drafter again."
             )
+        model.freeze_tied_shortlist()
         return (model, info) if return_info else model
 
 

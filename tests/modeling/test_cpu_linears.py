@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import assert_same_text, oracle, tiny_drafter, tiny_prompt, tiny_target
 
-from osprey.modeling import fp16_linears, record_acceptance
+from osprey.modeling import fp16_linears, int8_linears, record_acceptance
 
 
 @torch.no_grad()
@@ -50,7 +50,30 @@ def test_a_drafter_with_a_tied_shortlist():
     torch.testing.assert_close(fp16_linears(drafter)(tiny_prompt()).logits, expected, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("form", [{}, {"shortlist": list(range(8, 48))}, {"tie_word_embeddings": True}])
+def test_an_int8_drafter_keeps_the_text(form, monkeypatch):
+    target = fp16_linears(tiny_target())
+    drafter = tiny_drafter(target, **form)
+    with torch.no_grad():
+        expected = drafter(tiny_prompt()).logits
+        found = int8_linears(drafter)(tiny_prompt()).logits
+    kept = torch.isfinite(expected)
+    assert torch.equal(kept, torch.isfinite(found))
+    # Weights and activations keep 7 or 8 bits, two blocks deep.
+    assert 0 < (found - expected)[kept].abs().max() < 0.2 * expected[kept].abs().max()
+    linears = {name: module for name, module in drafter.named_modules() if hasattr(module, "_packed_params")}
+    weights = {name: module._packed_params.dtype for name, module in linears.items() if "_packed" not in name}
+    assert len(weights) == 4 * 2 + 2 and weights.pop("fc") == torch.float16
+    assert set(weights.values()) == {torch.qint8}
+    plain = target.generate(tiny_prompt(), max_new_tokens=24, do_sample=False)
+    oracle(monkeypatch, plain, 0.8)
+    assisted = target.generate(tiny_prompt(), max_new_tokens=24, do_sample=False, assistant_model=drafter)
+    assert_same_text(target, plain, assisted, tolerance=1e-3)
+
+
 def test_other_models_are_refused():
+    with pytest.raises(ValueError, match="takes an Osprey drafter, but this is a LlamaForCausalLM: use fp16_linears"):
+        int8_linears(tiny_target())
     model = torch.nn.Sequential(torch.nn.Linear(4, 4)).to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"float32 model on the CPU, but this one is torch.bfloat16 on cpu: load"):
         fp16_linears(model)

@@ -17,7 +17,7 @@ from transformers import CLIPVisionConfig, DynamicCache, LlavaConfig, LlavaForCo
 from transformers.generation import GenerationMixin
 
 from osprey.modeling import OspreyCandidateGenerator, record_acceptance
-from osprey.modeling.generation_osprey import install
+from osprey.modeling.decoding_osprey import install
 
 SHORTLIST = list(range(1, VOCABULARY, 2))
 
@@ -224,6 +224,7 @@ def test_prompt_continued_from_a_cache(family, only_new, monkeypatch):
         assert past == first.shape[1] - 1
         second = torch.cat([first, turn], dim=1)
         seen.clear()
+        log.steps.clear()
         given = second[:, past:] if only_new else second
         text = target.generate(
             given,
@@ -236,7 +237,7 @@ def test_prompt_continued_from_a_cache(family, only_new, monkeypatch):
         assert seen[0] == second.shape[1] - past
         return second, past, torch.cat([second[:, :past], text], dim=1) if only_new else text, cache
 
-    seen = []
+    seen, log = [], DraftLog()
     target.get_input_embeddings().register_forward_hook(lambda module, args, output: seen.append(args[0].shape[1]))
     _, past, plain, plain_cache = two_turns()
     oracle(monkeypatch, plain[:, past:] if only_new else plain, 0.8)
@@ -245,11 +246,12 @@ def test_prompt_continued_from_a_cache(family, only_new, monkeypatch):
     assert_same_text(target, target.generate(second, max_new_tokens=16, do_sample=False), plain)
     assert cache.get_seq_length() == plain_cache.get_seq_length()
     monkeypatch.undo()
-    log = DraftLog().start(monkeypatch)
+    log.start(monkeypatch)
     second, past, assisted, _ = two_turns(drafter)
-    log.steps = [step for step in log.steps if step[0] > (0 if only_new else second.shape[1])][-40:]
-    if not only_new:
-        log.assert_follows_definition(target, drafter, start=past)
+    if only_new:  # the ids that the drafter saw are those of the second turn
+        log.steps = [(n + past, torch.cat([second[:, :past], ids], dim=1), logits) for n, ids, logits in log.steps]
+    assert log.steps[0][0] == second.shape[1] + 1
+    log.assert_follows_definition(target, drafter, start=past)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3"])

@@ -140,9 +140,11 @@ class SumStop(StoppingCriteria):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("modulus", [5, 7, 11, 13, 1000])
-def test_custom_stopping_criterion_inside_a_draft(modulus, rate, monkeypatch):
-    target = tiny_target()
+@pytest.mark.parametrize(
+    ("family", "modulus"), [("llama", n) for n in (5, 7, 11, 13, 1000)] + [("gemma3", n) for n in (7, 11, 19)]
+)
+def test_custom_stopping_criterion_inside_a_draft(family, modulus, rate, monkeypatch):
+    target = tiny_target(family)
     flags = dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits", "output_hidden_states"), True)
     results = []
     truth = target.generate(tiny_prompt(), max_new_tokens=24, do_sample=False)
@@ -150,23 +152,27 @@ def test_custom_stopping_criterion_inside_a_draft(modulus, rate, monkeypatch):
         if assistant is not None:
             oracle(monkeypatch, truth, rate)
         criterion, streamer = SumStop(modulus), Recorder()
-        output = target.generate(
-            tiny_prompt(),
-            max_new_tokens=24,
-            do_sample=False,
-            assistant_model=assistant,
-            stopping_criteria=[criterion],
-            streamer=streamer,
-            **flags,
-        )
+        with record_acceptance() as calls:
+            output = target.generate(
+                tiny_prompt(),
+                max_new_tokens=24,
+                do_sample=False,
+                assistant_model=assistant,
+                stopping_criteria=[criterion],
+                streamer=streamer,
+                **flags,
+            )
         assert streamer.ended
         streamed = torch.cat([value.flatten() for value in streamer.puts])
         assert torch.equal(streamed, output.sequences[0])
         lengths = [len(output[name]) for name in ("scores", "logits", "hidden_states")]
         results.append((output.sequences.tolist(), criterion.asked, lengths, output.cache.get_seq_length()))
     assert results[0] == results[1]
+    # A round counts what it emitted, not what follows the stop in its draft.
+    assert 1 + sum(right + 1 for _, right in calls[0].rounds) == output.sequences.shape[1] - 11
     # The cache that comes back can be continued.
     cache = output.cache
+    assert "crop" not in vars(cache)
     ids = torch.cat([output.sequences, tiny_prompt(4, seed=2)], dim=1)
     continued = target.generate(ids, cache=cache, max_new_tokens=8, do_sample=False)
     assert_same_text(target, target.generate(ids, max_new_tokens=8, do_sample=False), continued)

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from tiny import SHAPE, copy_blocks, tiny_drafter, tiny_prompt, tiny_target
+from tiny import SHAPE, DraftLog, copy_blocks, tiny_drafter, tiny_prompt, tiny_target
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from osprey.modeling import OspreyConfig, OspreyDrafter
+from osprey.modeling.layers_osprey import BufferedLayer
 
 FAMILIES = {
     "llama": (LlamaConfig, {}, {}),
@@ -77,6 +78,16 @@ def assert_same_function(backbone, drafter, length):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_drafter_starts_as_its_backbone(family, tie):
     backbone, drafter = backbone_and_drafter(*FAMILIES[family], tie_word_embeddings=tie)
+    assert_same_function(backbone, drafter, length=20)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_joined_projections_compute_the_same(family):
+    backbone, drafter = backbone_and_drafter(*FAMILIES[family])
+    names = drafter.state_dict().keys()
+    drafter.fuse_projections()
+    drafter.fuse_projections()  # a second call finds nothing left to do
+    assert len(drafter.state_dict()) < len(names)
     assert_same_function(backbone, drafter, length=20)
 
 
@@ -187,6 +198,29 @@ def test_logits_outside_the_shortlist_are_minus_infinity():
     torch.testing.assert_close(output.logits[..., shortlist], narrow)
 
 
+@pytest.mark.parametrize("tie", [True, False])
+def test_rows_that_pad_the_vocabulary_are_never_drafted(tie):
+    """Their rows are zero, so that they would win wherever all tokens score below zero."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, target_num_tokens=40, tie_word_embeddings=tie)
+    with torch.no_grad():
+        drafter.lm_head.weight[40:] = 0
+        drafter.norm.weight.fill_(1.0)
+        logits = drafter(tiny_prompt(6)).logits
+        narrow = drafter.draft_logits(drafter.run_layers(tiny_prompt(6)))
+    assert logits.shape == (1, 6, 48) and narrow.shape == (1, 6, 40)
+    assert torch.isfinite(logits[..., :40]).all() and (logits[..., 40:] == -torch.inf).all()
+    assert drafter.draft_ids.tolist() == list(range(40)) and drafter.head_weight.shape[0] == 40
+    drafter.norm.weight.data.zero_()  # all scores equal, those of padding too
+    for do_sample in (False, True):
+        log = DraftLog()
+        with pytest.MonkeyPatch.context() as patch:
+            log.start(patch)
+            target.generate(tiny_prompt(), max_new_tokens=60, do_sample=do_sample, assistant_model=drafter)
+        drafted = {step[1][0, -1].item() for step in log.steps if step[1].shape[1] > step[0]}
+        assert drafted and max(drafted) < 40
+
+
 def test_gradients_reach_fc_and_the_context_halves_at_the_first_step():
     """`fc` learns because the context half is zero but `fc` is not; the half learns because its input is not zero."""
     _, drafter = backbone_and_drafter(LlamaConfig)
@@ -220,6 +254,25 @@ def test_gradients_flow_through_an_unroll_to_the_first_context():
     output.logits[:, 4].sum().backward()  # reads columns 0..4 of block 0 and column 4 of the later blocks
     assert context.grad[:, :5].abs().amin(dim=(1, 2)).isfinite().all()
     assert (context.grad[0].abs().amax(dim=-1) > 0).tolist() == [True] * 5 + [False] * 5
+
+
+def test_buffered_keys_and_values_are_those_of_a_dynamic_cache():
+    ours, theirs = Cache(layer_class_to_replicate=BufferedLayer), DynamicCache()
+    generator = torch.Generator().manual_seed(0)
+    length = 0
+    for new, dropped in ((5, 0), (1, 1), (1, 0), (3, 2), (40, 0), (1, 30), (1, 0), (200, 1), (1, 0)):
+        length += new - dropped
+        for layer in (0, 1):
+            states = torch.randn(2, 1, 3, new, 4, generator=generator)
+            for one, other in zip(ours.update(*states, layer), theirs.update(*states, layer), strict=True):
+                assert torch.equal(one, other)
+        ours.crop(-dropped)
+        theirs.crop(-dropped)
+        assert ours.get_seq_length() == theirs.get_seq_length() == length
+    before = ours.layers[0].buffers[0].data_ptr()
+    ours.crop(-100)
+    ours.update(*torch.zeros(2, 1, 3, 100, 4), 0)
+    assert ours.layers[0].buffers[0].data_ptr() == before  # room is used again, nothing was copied
 
 
 def test_gradient_checkpointing_is_refused():

@@ -22,6 +22,7 @@ FORMS = {
     "full, untied": {},
     "shortlist, tied": {"tie_word_embeddings": True, "shortlist": SHORTLIST},
     "shortlist, untied": {"shortlist": SHORTLIST},
+    "padded": {"target_num_tokens": 40},
     "qk-norm, yarn": {"qk_norm": True, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
 }
 
@@ -37,6 +38,7 @@ def scores(drafter):
 def test_save_and_load(form, dtype, tmp_path):
     drafter = tiny_drafter(tiny_target(), **FORMS[form]).to(dtype)
     drafter.generation_config.num_assistant_tokens = 3
+    drafter.generation_config.lookup_num_tokens = 4
     drafter.save_pretrained(tmp_path)
     for load in (OspreyDrafter.from_pretrained, AutoModelForCausalLM.from_pretrained):
         loaded = load(tmp_path, dtype=dtype)
@@ -50,6 +52,7 @@ def test_save_and_load(form, dtype, tmp_path):
         assert torch.equal(scores(loaded), scores(drafter))
         assert torch.equal(loaded.draft_ids, drafter.draft_ids)
         assert loaded.generation_config.num_assistant_tokens == 3
+        assert loaded.generation_config.lookup_num_tokens == 4
         assert loaded.config.to_diff_dict() == AutoConfig.from_pretrained(tmp_path).to_diff_dict()
     assert sorted(path.suffix for path in tmp_path.glob("*.safetensors")) == [".safetensors"]
     assert not list(tmp_path.glob("*.bin"))
@@ -80,6 +83,18 @@ def test_a_tied_head_is_not_stored_and_stays_tied(tmp_path):
     )
 
 
+def test_an_embedding_that_is_trained_stays_trainable():
+    """The head of a tied shortlist follows at `tie_weights`, which loading a checkpoint calls too."""
+    drafter = tiny_drafter(tiny_target(), tie_word_embeddings=True, shortlist=SHORTLIST)
+    assert not drafter.embed_tokens.weight.requires_grad  # the default
+    drafter.embed_tokens.requires_grad_(True)
+    with torch.no_grad():
+        drafter.embed_tokens.weight.add_(1.0)
+    drafter.tie_weights()
+    assert drafter.embed_tokens.weight.requires_grad and not drafter.lm_head.weight.requires_grad
+    assert torch.equal(drafter.lm_head.weight, drafter.embed_tokens.weight[SHORTLIST])
+
+
 def test_saving_again_changes_nothing(tmp_path):
     for form, own in FORMS.items():
         tiny_drafter(tiny_target(), **own).save_pretrained(tmp_path / form / "one")
@@ -99,7 +114,8 @@ def test_shards(tmp_path):
 def test_remote_code_imports_only_torch_and_transformers():
     folder = Path(modeling_osprey.__file__).parent
     allowed = {"torch", "transformers", *sys.stdlib_module_names}
-    travels = {"configuration_osprey", "modeling_osprey", "generation_osprey"}
+    travels = {path.stem for path in folder.glob("*_osprey.py")}
+    assert "modeling_osprey" in travels
     for name in travels:
         for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
             if isinstance(node, ast.Import):
@@ -127,8 +143,8 @@ assert type(drafter).__name__ == "OspreyDrafterForCausalLM", type(drafter)
 assert type(drafter).__module__.startswith("transformers_modules"), type(drafter)
 target = AutoModelForCausalLM.from_pretrained("target")
 prompt = torch.load("prompt.pt")
-rounds = sys.modules[type(drafter).osprey_candidate_generator.__globals__["OspreyCandidateGenerator"].__module__]
-with rounds.record_acceptance() as calls:
+own_code = sys.modules[type(drafter).osprey_decode.__globals__["AssistedCall"].__module__]
+with own_code.record_acceptance() as calls:
     text = target.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=drafter)
 assert len(calls[0].rounds) > 5 and any(drafted > 0 for drafted, _ in calls[0].rounds)
 assert not any(name.split(".")[0] == "osprey" for name in sys.modules)
@@ -161,7 +177,59 @@ def test_a_stranger_uses_a_drafter_folder(tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(logits, drafter(prompt).logits)
     # What the stranger saved is a complete folder again.
-    for name in ("configuration_osprey.py", "modeling_osprey.py", "generation_osprey.py"):
-        ours = (Path(modeling_osprey.__file__).parent / name).read_text()
-        assert (tmp_path / "drafter" / name).read_text() == ours
-        assert (tmp_path / "again" / name).read_text() == ours
+    for path in Path(modeling_osprey.__file__).parent.glob("*_osprey.py"):
+        assert (tmp_path / "drafter" / path.name).read_text() == path.read_text()
+        assert (tmp_path / "again" / path.name).read_text() == path.read_text()
+
+
+COPIES = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+
+target, prompt, drafters, modules = AutoModelForCausalLM.from_pretrained("target"), torch.load("prompt.pt"), [], []
+for folder in ("one", "two"):
+    drafters.append(AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True))
+    modules.append(sys.modules[type(drafters[-1]).osprey_decode.__globals__["AssistedCall"].__module__])
+import osprey.modeling
+from osprey.modeling import decoding_osprey
+drafters.append(osprey.modeling.OspreyDrafter.from_pretrained("one"))
+modules.append(decoding_osprey)
+assert len({id(module) for module in modules}) == 3
+plain = target.generate(prompt, max_new_tokens=20, do_sample=False)
+
+def stop(ids, scores, **kwargs):
+    return torch.tensor([ids.shape[1] == prompt.shape[1] + 9])
+
+for recorder in modules:  # each copy's recorder sees the drafters of all copies
+    with recorder.record_acceptance() as calls:
+        for drafter in drafters:
+            text = target.generate(
+                prompt, max_new_tokens=20, do_sample=False, assistant_model=drafter, stopping_criteria=[stop]
+            )
+            assert torch.equal(text, plain[:, : text.shape[1]]) and text.shape[1] == prompt.shape[1] + 9, text
+    assert [sum(accepted + 1 for _, accepted in call.rounds) for call in calls] == [8, 8, 8], calls
+for i, broken in enumerate(drafters):  # each drafter decodes by its own copy's code
+    type(broken).osprey_decode.__globals__["AssistedCall"] = None
+    for j, drafter in enumerate(drafters):
+        try:
+            target.generate(prompt, max_new_tokens=4, do_sample=False, assistant_model=drafter)
+        except TypeError:
+            assert j <= i
+        else:
+            assert j > i
+"""
+
+
+def test_copies_of_the_code_in_one_process(tmp_path):
+    target = tiny_target()
+    target.save_pretrained(tmp_path / "target")
+    for seed, name in enumerate(("one", "two")):
+        tiny_drafter(target, seed).save_pretrained(tmp_path / name)
+    torch.save(tiny_prompt(), tmp_path / "prompt.pt")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    environment.pop("HF_MODULES_CACHE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", COPIES], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
