@@ -42,7 +42,8 @@ def whiten_context(drafter: OspreyDrafterForCausalLM, data: RowSubset) -> bool:
     states = torch.cat([data[i]["taps"][SINK:, 2 * tap_size :].float() for i in range(0, len(data), step)])  # [P, H]
     if len(states) < 2:
         return False
-    deepest.copy_(whitening(states)[:size])
+    white = whitening(states)[:size]  # a drafter wider than its target keeps zeros behind these
+    deepest[: len(white)].copy_(white)
     logger.info("fc whitened by the states of %d positions", len(states))
     return True
 

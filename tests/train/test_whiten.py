@@ -1,7 +1,10 @@
 """Whitening: from the tap's statistics, without a change in what the drafter computes, and only at the start."""
 
+import pytest
 import torch
+from bytes_tokenizer import VOCABULARY as BYTES
 from distill_line import make_line
+from tiny import tiny_drafter, tiny_target
 
 from osprey.train.distill import load_drafter
 from osprey.train.feature_data import FeatureDataset, RowSubset
@@ -16,8 +19,10 @@ def test_whitening_takes_the_mean_out_and_evens_the_dimensions():
     torch.testing.assert_close(white.mean(0), torch.zeros(6), rtol=0, atol=1e-4)
 
 
-def test_fc_of_a_converted_drafter_only(tmp_path):
+@pytest.mark.parametrize("width", [24, 40])  # narrower and wider than the target
+def test_fc_of_a_converted_drafter_only(tmp_path, width):
     line = make_line(tmp_path)
+    tiny_drafter(tiny_target(vocab_size=BYTES), hidden_size=width).save_pretrained(line / "drafter")
     drafter = load_drafter(str(line / "drafter"))
     features = FeatureDataset([line / "features"])
     data = RowSubset(features, list(range(len(features))))
@@ -39,5 +44,6 @@ def test_fc_of_a_converted_drafter_only(tmp_path):
         assert whiten_context(drafter, data)
         assert torch.equal(drafter(ids, drafter.project_taps(taps)).logits, logits)
         contexts = torch.cat([drafter.project_taps(data[i]["taps"][SINK:].float()) for i in range(len(data))])
-    torch.testing.assert_close(contexts.std(0), torch.ones(size), rtol=1e-3, atol=1e-3)
+    expected = (torch.arange(size) < tap_size).float()
+    torch.testing.assert_close(contexts.std(0), expected, rtol=1e-3, atol=1e-3)
     assert not whiten_context(drafter, data)
