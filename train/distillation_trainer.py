@@ -18,7 +18,7 @@ from transformers import (
 )
 from trl.experimental.gkd import GKDTrainer
 
-from osprey.modeling.generation_osprey import Acceptance, check_target
+from osprey.modeling import Acceptance, check_target
 from osprey.modeling.modeling_osprey import OspreyDrafterForCausalLM
 from osprey.train.callbacks import LogLine, SilentProgress, StopAtNan
 from osprey.train.completions import drafter_completion, target_completion
