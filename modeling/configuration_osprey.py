@@ -49,6 +49,8 @@ class OspreyConfig(PreTrainedConfig):
         tie_word_embeddings, initializer_range, attention_dropout: as in the backbone's own family.
         attention_output_bias (`bool`): bias on `o_proj`; qwen2 has biases on q, k and v only.
         qk_norm (`bool`): RMSNorm over each query and key head before the rotation, as in qwen3.
+        no_rope_layers (`list[int]`, *optional*): 1 for each block with rotary positions and 0 for one without, as in
+            smollm3; `None`: all have them.
         draft_vocab_size (`int`, *optional*): size D of the shortlist of target ids that can be drafted; `None`: all.
         target (`str`), target_revision (`str`): the model that this drafter was adapted to.
         target_num_tokens (`int`, *optional*): ids that the target's tokenizer knows. Rows of the embedding from there
@@ -78,6 +80,7 @@ class OspreyConfig(PreTrainedConfig):
     attention_dropout: float = 0.0
     mlp_bias: bool = False
     qk_norm: bool = False
+    no_rope_layers: list[int] | None = None
     tie_word_embeddings: bool = False
     use_cache: bool = True
     bos_token_id: int | None = None
@@ -116,6 +119,11 @@ class OspreyConfig(PreTrainedConfig):
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}, but it must be a multiple of num_key_value_heads "
                 f"{self.num_key_value_heads}: correct config.json."
+            )
+        if self.no_rope_layers is not None and len(self.no_rope_layers) != self.num_hidden_layers:
+            raise ValueError(
+                f"no_rope_layers has {len(self.no_rope_layers)} entries, but it must have one for each of the "
+                f"{self.num_hidden_layers} blocks (1: rotary positions, 0: none): correct config.json."
             )
         if self.target_num_tokens is not None and not 0 < self.target_num_tokens <= self.vocab_size:
             raise ValueError(

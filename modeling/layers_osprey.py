@@ -35,6 +35,7 @@ class OspreyAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
+        self.use_rope = config.no_rope_layers is None or bool(config.no_rope_layers[layer_idx])
 
         in_features = 2 * config.hidden_size
         query_features = config.num_attention_heads * self.head_dim
@@ -72,7 +73,8 @@ class OspreyAttention(nn.Module):
         query = self.q_norm(query).transpose(1, 2)  # [B, heads, T, head_dim]
         key = self.k_norm(key).transpose(1, 2)  # [B, kv heads, T, head_dim]
         value = value.transpose(1, 2)  # [B, kv heads, T, head_dim]
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if self.use_rope:
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)  # [B, kv heads, S, head_dim]
 

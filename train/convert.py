@@ -37,7 +37,7 @@ from osprey.train.examples import end_of_turn
 from osprey.train.jsonl import read_rows
 from osprey.train.prune import refuse_windows
 
-SUPPORTED_BACKBONES = ("llama", "qwen2", "qwen3")
+SUPPORTED_BACKBONES = ("llama", "qwen2", "qwen3", "smollm3")
 
 
 @dataclass
@@ -174,6 +174,7 @@ def drafter_config(
         attention_output_bias=bias and backbone.model_type != "qwen2",
         mlp_bias=bool(getattr(backbone, "mlp_bias", False)),
         qk_norm=backbone.model_type == "qwen3",
+        no_rope_layers=getattr(backbone, "no_rope_layers", None),
         tie_word_embeddings=bool(backbone.tie_word_embeddings) and not arguments.untie,
         draft_vocab_size=arguments.draft_vocab_size,
         target=arguments.target_name or public_name(arguments.target),

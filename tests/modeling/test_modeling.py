@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import SHAPE, DraftLog, copy_blocks, tiny_drafter, tiny_prompt, tiny_target
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, SmolLM3Config
 from transformers.cache_utils import Cache, DynamicCache
 
 from osprey.modeling import OspreyConfig, OspreyDrafter
@@ -22,6 +22,11 @@ FAMILIES = {
     "llama, gelu": (LlamaConfig, {"hidden_act": "gelu"}, {"hidden_act": "gelu"}),
     "qwen2": (Qwen2Config, {}, {"attention_bias": True}),
     "qwen3": (Qwen3Config, {}, {"qk_norm": True}),
+    "smollm3, one block without rotary": (
+        SmolLM3Config,
+        {"no_rope_layers": [1, 0], "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        {"no_rope_layers": [1, 0], "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
     "qwen3, attention bias": (
         Qwen3Config,
         {"attention_bias": True},

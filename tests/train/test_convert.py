@@ -47,6 +47,7 @@ def arguments(tmp_path, **changes):
         ("llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
         ("qwen2", {"tie_word_embeddings": False}),
         ("qwen3", {"tie_word_embeddings": True}),
+        ("smollm3", {"tie_word_embeddings": True, "no_rope_layers": [1, 0]}),
     ],
 )
 def test_function_is_preserved_and_gradients_arrive(tmp_path, folders, family, changes):
