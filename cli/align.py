@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from osprey.cli.arguments import parse
-from osprey.cli.targets import DEFAULT_TARGET, cache_dir, resolve_target
+from osprey.cli.targets import DEFAULT_TARGET, resolve_target
 from osprey.train.align import KINDS, VocabularyAlignment, cached_alignment, load_tokenizer
 
 EXAMPLES = 5
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
         for name in (arguments.source, arguments.target)
     )
     start = time.perf_counter()
-    alignment = cached_alignment(source, target, cache_dir() / "alignments")
+    alignment = cached_alignment(source, target)
     seconds = round(time.perf_counter() - start, 2)
     if not arguments.force:
         alignment.refuse_if_poor()

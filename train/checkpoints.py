@@ -59,6 +59,11 @@ def _put_in_place(work: Path, out: Path) -> None:
         old.unlink()
 
 
+def cache_dir() -> Path:
+    """Where what is fetched or computed once is kept."""
+    return Path(os.environ.get("OSPREY_CACHE") or Path.home() / ".cache" / "osprey").expanduser()
+
+
 def write_json(path: Path, content: Any) -> None:
     """Writes through a temporary name, so that a failed write leaves the old file."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

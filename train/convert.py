@@ -11,11 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from osprey.modeling.configuration_osprey import OspreyConfig, default_target_layer_ids
 from osprey.modeling.modeling_osprey import OspreyDrafterForCausalLM
-from osprey.train.align import VocabularyAlignment, align_vocabularies, load_tokenizer
+from osprey.train.align import VocabularyAlignment, cached_alignment, load_tokenizer
 from osprey.train.checkpoints import (
     TRAINING_FILE,
     atomic_folder,
@@ -26,7 +33,9 @@ from osprey.train.checkpoints import (
     write_json,
 )
 from osprey.train.data import check_file
-from osprey.train.features import read_rows
+from osprey.train.examples import end_of_turn
+from osprey.train.jsonl import read_rows
+from osprey.train.prune import refuse_windows
 
 SUPPORTED_BACKBONES = ("llama", "qwen2", "qwen3")
 
@@ -76,17 +85,21 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
                 f"The backbone {arguments.backbone} is of family {backbone_config.model_type!r}, but only "
                 f"{', '.join(SUPPORTED_BACKBONES)} blocks can be widened: choose a backbone of one of these."
             )
+        refuse_windows(backbone_config, list(range(backbone_config.num_hidden_layers)))
         target_tokenizer = load_tokenizer(arguments.target, arguments.target_revision)
         config = drafter_config(backbone_config, target_config, target_tokenizer, arguments)
 
-        alignment = align_vocabularies(load_tokenizer(arguments.backbone), target_tokenizer)
+        alignment = cached_alignment(load_tokenizer(arguments.backbone), target_tokenizer)
         if not arguments.force:
             alignment.refuse_if_poor()
+        if hasattr(config, "target_num_tokens"):  # rows behind these only pad the vocabulary
+            config.target_num_tokens = min(len(alignment.kinds), config.vocab_size)
         shortlist, shortlist_record = None, None
         if arguments.draft_vocab_size is not None:
             counts = count_tokens(target_tokenizer, arguments.frequencies, arguments.response_weight)
             size = arguments.draft_vocab_size
-            shortlist = choose_shortlist(counts, size, target_config.vocab_size, target_tokenizer, alignment.mapped)
+            ends = end_ids(arguments, target_config, target_tokenizer)
+            shortlist = choose_shortlist(counts, size, target_tokenizer, alignment.mapped, ends)
             shortlist_record = {
                 "size": size,
                 "files": [{"file": Path(path).name, "sha256": file_sha256(path)} for path in arguments.frequencies],
@@ -227,7 +240,10 @@ class TokenCounts:
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, files: list[str], response_weight: float) -> TokenCounts:
-    """Counts target tokens of `response` fields (weighted) and, in rows without one, `text` fields."""
+    """Counts target tokens of `response` fields (weighted) and, in rows without one, `text` fields.
+
+    `response_ids`, the very tokens that the target wrote, go before the text.
+    """
     if not files:
         raise ValueError(
             "A draft vocabulary is chosen by token frequency: give response or text files (--frequencies)."
@@ -241,10 +257,11 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, files: list[str], response_
             raise ValueError(f"{path} has a row with neither a text `response` nor a `text`.")
         encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
         for row, encoding in zip(rows, encodings, strict=True):
-            ids = list(encoding.ids)
+            ids = row.get("response_ids")
             is_response = "response" in row
-            if row.get("finish") == "stop" and tokenizer.eos_token_id is not None:
-                ids.append(tokenizer.eos_token_id)
+            if ids is None:
+                end = end_of_turn(tokenizer) if row.get("finish") == "stop" else None
+                ids = encoding.ids + ([] if end is None else [end])
             counts = Counter(ids)
             for token_id, count in counts.items():
                 total[token_id] += count * (response_weight if is_response else 1.0)
@@ -253,26 +270,37 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, files: list[str], response_
     return TokenCounts(total, responses)
 
 
+def end_ids(arguments: ConvertArguments, target: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """All ids that end what the target writes."""
+    revision = arguments.target_revision or "main"
+    try:
+        ends = GenerationConfig.from_pretrained(arguments.target, revision=revision).eos_token_id
+    except OSError:  # it brings no such file
+        ends = None
+    found = {tokenizer.eos_token_id, end_of_turn(tokenizer)}
+    for ids in (ends, target.eos_token_id):
+        found |= set(ids) if isinstance(ids, list) else {ids}
+    return found - {None}
+
+
 def choose_shortlist(
-    counts: TokenCounts, size: int, vocab_size: int, tokenizer: PreTrainedTokenizerBase, mapped: Tensor
+    counts: TokenCounts, size: int, tokenizer: PreTrainedTokenizerBase, mapped: Tensor, ends: set[int]
 ) -> Tensor:
-    """The `size` most frequent of the `mapped` target ids, always with the end-of-sequence id and the special ids that
-    occur.
+    """The `size` most frequent of the `mapped` target ids, always with the `ends` and then the special ids that occur.
 
     Ids of equal count are taken from the lowest on, so that byte-pair merges learnt early, which are the more common
     ones, fill what the files leave open. Returns `[size]` rising ids.
     """
-    if not 0 < size <= vocab_size:
-        raise ValueError(f"A draft vocabulary of {size} is impossible: the target's vocabulary has {vocab_size} ids.")
+    ends = {token_id for token_id in ends if token_id < len(mapped)}  # mapped or not: a draft must be able to end
     special = {token_id for token_id in tokenizer.all_special_ids if counts.total[token_id] > 0}
-    if tokenizer.eos_token_id is not None:
-        special.add(tokenizer.eos_token_id)
     order = sorted(
-        mapped.nonzero()[:, 0].tolist(), key=lambda token_id: (token_id not in special, -counts.total[token_id])
+        ends.union(mapped.nonzero()[:, 0].tolist()),
+        key=lambda token_id: (token_id not in ends, token_id not in special, -counts.total[token_id], token_id),
     )
-    if len(order) < size:
+    if not max(len(ends), 1) <= size <= len(order):
         raise ValueError(
-            f"A draft vocabulary of {size} is impossible: the backbone has rows for {len(order)} target tokens."
+            f"A draft vocabulary of {size} is impossible: the target has {len(ends)} end tokens, which are always in "
+            f"it, and the backbone has rows for {len(order)} target tokens."
         )
     return torch.tensor(sorted(order[:size]))
 

@@ -2,14 +2,16 @@
 
 import hashlib
 import json
+import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from osprey.modeling.modeling_osprey import OspreyDrafterForCausalLM
 from osprey.train.align import load_tokenizer
@@ -33,7 +35,10 @@ from osprey.train.jsonl import read_rows
 from osprey.train.precision import use_bf16
 from osprey.train.whiten import whiten_context
 
+logger = logging.getLogger(__name__)
+
 RUN_FILE = "run.json"
+STATE_FILE = "trainer_state.json"  # of a checkpoint; the Trainer writes it last
 TRAINER_DEFAULT_OUTPUT = "trainer_output"  # what TrainingArguments makes of None
 
 
@@ -88,6 +93,7 @@ def distill(arguments: DistillArguments, config: OspreyDistillationConfig) -> di
         if config.output_dir == TRAINER_DEFAULT_OUTPUT:  # a run must not go on from another drafter's
             config.output_dir = f"{arguments.out}.run"
         if not held_out.rows:
+            logger.info("No held-out row was written greedily (`temperature` 0): acceptance is not measured.")
             config.eval_strategy = "no"
         trainer = OspreyDistillationTrainer(drafter, config, train, held_out if held_out.rows else None, target)
 
@@ -99,7 +105,7 @@ def distill(arguments: DistillArguments, config: OspreyDistillationConfig) -> di
         }
         checkpoint = own_checkpoint(Path(config.output_dir), run)
         start = time.perf_counter()
-        result = trainer.train(resume_from_checkpoint=checkpoint)
+        train_loss = run_or_load(trainer, checkpoint)
         record = {
             "stage": "distill",
             "features": source,
@@ -111,7 +117,7 @@ def distill(arguments: DistillArguments, config: OspreyDistillationConfig) -> di
             "steps": trainer.state.global_step,
             "epochs": round(trainer.state.epoch or 0.0, 3),
             "seconds": round(time.perf_counter() - start, 1),
-            "train_loss": result.training_loss,
+            "train_loss": train_loss,
             "held_out": trainer.evaluate() if held_out.rows else {},
             "versions": versions(),
         }
@@ -119,6 +125,23 @@ def distill(arguments: DistillArguments, config: OspreyDistillationConfig) -> di
         tokenizer.save_pretrained(work)
         write_json(work / TRAINING_FILE, {"stages": [*provenance(arguments.drafter), record]})
     return record
+
+
+def run_or_load(trainer: OspreyDistillationTrainer, checkpoint: str | None) -> float | None:
+    """Trains, from `checkpoint` on if there is one, and returns the mean loss.
+
+    Of a run that has taken all its steps the weights are loaded (and no loss is known): the Trainer would take one
+    more step.
+    """
+    if checkpoint is not None:
+        state = TrainerState.load_from_json(str(Path(checkpoint) / STATE_FILE))
+        steps = trainer.args.max_steps if trainer.args.max_steps > 0 else state.max_steps
+        if state.global_step >= steps:
+            trainer._load_from_checkpoint(checkpoint)
+            trainer.model.tie_weights()
+            trainer.state = state
+            return None
+    return trainer.train(resume_from_checkpoint=checkpoint).training_loss
 
 
 def load_drafter(name_or_path: str) -> OspreyDrafterForCausalLM:
@@ -192,7 +215,7 @@ def own_checkpoint(folder: Path, run: dict[str, Any]) -> str | None:
     Raises:
         ValueError: the folder holds checkpoints of another drafter, other data or another recipe.
     """
-    checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    checkpoint = last_checkpoint(folder)
     if checkpoint is not None:
         refuse_changes(folder / RUN_FILE, run)
     folder.mkdir(parents=True, exist_ok=True)
@@ -200,19 +223,35 @@ def own_checkpoint(folder: Path, run: dict[str, Any]) -> str | None:
     return checkpoint
 
 
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest whole checkpoint, if any; one whose writing was cut short is passed over."""
+    found = {}
+    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{STATE_FILE}"):
+        with suppress(ValueError, KeyError):
+            found[json.loads(path.read_text(encoding="utf-8"))["global_step"]] = path.parent
+    return str(found[max(found)]) if found else None
+
+
 def refuse_changes(path: Path, settings: dict[str, Any]) -> None:
-    """Raises `ValueError` if `path` is there with other settings; a folder of an earlier version has no such file."""
+    """Raises `ValueError` if `path` is there with other settings.
+
+    A folder of an earlier version has no such file, or lacks settings that are recorded only since: they are not
+    compared.
+    """
     if not path.exists():
         return
     before, settings = json.loads(path.read_text()), json.loads(json.dumps(settings))
-    differing = [key for key in settings if before.get(key) != settings[key]]
-    for place, key in enumerate(differing):
-        if isinstance(settings[key], dict) and isinstance(before.get(key), dict):
-            inner = [name for name in settings[key] if before[key].get(name) != settings[key][name]]
-            differing[place] = f"{key} ({', '.join(inner)})"
+    differing = []
+    for key in settings.keys() & before.keys():
+        new, old = settings[key], before[key]
+        if isinstance(new, dict) and isinstance(old, dict):
+            inner = [name for name in new if name in old and old[name] != new[name]]
+            differing += [f"{key} ({', '.join(sorted(inner))})"] if inner else []
+        elif new != old:
+            differing.append(key)
     if differing:
         raise ValueError(
-            f"{path.parent} belongs to a run with another {', '.join(differing)}: choose another folder "
+            f"{path.parent} belongs to a run with another {', '.join(sorted(differing))}: choose another folder "
             "(--output_dir, --out), or delete it to start anew."
         )
 
@@ -224,6 +263,6 @@ def recipe(config: OspreyDistillationConfig) -> dict[str, Any]:
         *("adam_beta2", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
         *("unroll_steps", "unroll_decay", "unroll_fraction", "freeze_embeddings", "precision", "bf16", "seed"),
         *("muon", "optim", "other_learning_rate", "beta", "lmbda", "seq_kd", "temperature", "max_new_tokens"),
-        "whiten_context",
+        *("whiten_context", "max_length", "data_seed", "lr_scheduler_kwargs", "adam_epsilon"),
     )
     return json.loads(json.dumps({name: getattr(config, name) for name in names}, default=str))

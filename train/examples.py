@@ -10,6 +10,9 @@ A row has one of three forms, told by its keys:
 - `text`: plain text, all of which counts, cut into windows.
 """
 
+import functools
+import hashlib
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +36,21 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]
 def user_prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """A prompt as the only message of a chat (the template adds its own system prompt, if it has one)."""
     return prompt_ids(tokenizer, [{"role": "user", "content": prompt}])
+
+
+@functools.cache
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that ends an answer: what the chat template puts behind one, else the end of sequence.
+
+    Where these differ, as in Gemma (`<end_of_turn>`) and Llama 3 (`<|eot_id|>`), the target writes the template's.
+    """
+    if tokenizer.chat_template is None:
+        return tokenizer.eos_token_id
+    content = "The answer."
+    chat = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": content}]
+    behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(content)[2]
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else tokenizer.eos_token_id
 
 
 def tokenize_row(
@@ -75,7 +93,7 @@ def _response_ids(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> li
         return list(row["response_ids"])
     stopped = row.get("finish") == "stop"
     ids = tokenizer(row["response"] if stopped else row["response"].rstrip("\ufffd"), add_special_tokens=False)
-    return ids["input_ids"] + ([tokenizer.eos_token_id] if stopped else [])
+    return ids["input_ids"] + ([end_of_turn(tokenizer)] if stopped else [])
 
 
 def _chat_turns(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], max_length: int) -> list[Example]:
@@ -92,7 +110,7 @@ def _chat_turns(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], max_len
             break  # the later turns of a long chat are left out
         text = _turn_text(tokenizer, messages, turn, name)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        examples.append(_example(row, prompt, ids + [tokenizer.eos_token_id], "chat", max_length))
+        examples.append(_example(row, prompt, ids + [end_of_turn(tokenizer)], "chat", max_length))
     return examples
 
 
@@ -134,4 +152,7 @@ def _example(row: dict[str, Any], prompt: list[int], response: list[int], kind: 
             f"within max_length {max_length}: raise max_length or leave the row out."
         )
     meta = {key: row.get(key) for key in ("id", "language", "temperature", "finish")} | {"kind": kind}
+    if meta["id"] is None:  # all answers to a prompt have one id: they are held out, or trained on, together
+        content = next(row[key] for key in ("prompt", "messages", "text") if key in row)
+        meta["id"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     return Example((prompt + response)[:max_length], len(prompt), meta)

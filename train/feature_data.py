@@ -138,7 +138,8 @@ class RowSubset(torch.utils.data.Subset):
 def split_rows(dataset: FeatureDataset | ExampleDataset, held_out_percent: int) -> tuple[RowSubset, RowSubset]:
     """Training rows, and held-out rows chosen by the hash of the prompt's id; of these only greedy ones are used.
 
-    Plain text is always trained on: the target did not write it, so that no acceptance can be read off it.
+    Greedy are rows that say so (temperature 0), and prompts, whose answer is yet to be written. Plain text is always
+    trained on: the target did not write it, so that no acceptance can be read off it.
     """
     train, held_out = [], []
     for index, row in enumerate(dataset.rows):
@@ -148,7 +149,7 @@ def split_rows(dataset: FeatureDataset | ExampleDataset, held_out_percent: int) 
         bucket = int(hashlib.sha1(str(row["id"]).encode()).hexdigest(), 16) % 100
         if bucket >= held_out_percent:
             train.append(index)
-        elif not row["temperature"]:
+        elif row["temperature"] == 0 or row.get("kind") == "prompt":
             held_out.append(index)
     return RowSubset(dataset, train), RowSubset(dataset, held_out)
 

@@ -168,17 +168,21 @@ def test_poor_alignments_are_refused(tmp_path, capsys):
 
 
 def test_alignments_are_cached(tmp_path, monkeypatch):
+    monkeypatch.setenv("OSPREY_CACHE", str(tmp_path))
     source, target = wordlevel(["ab"]), wordlevel(["cd"])
-    first = cached_alignment(source, target, tmp_path)
-    (file,) = tmp_path.iterdir()
+    first = cached_alignment(source, target)
+    (file,) = tmp_path.glob("alignments/*")
     monkeypatch.setattr(module, "align_vocabularies", lambda *_: pytest.fail("aligned again"))
-    second = cached_alignment(wordlevel(["ab"]), target, tmp_path)
+    second = cached_alignment(wordlevel(["ab"]), target)
     assert all(torch.equal(getattr(first, name), getattr(second, name)) for name in ("kinds", "offsets", "source_ids"))
     monkeypatch.undo()
+    monkeypatch.setenv("OSPREY_CACHE", str(tmp_path))
     file.write_bytes(file.read_bytes()[:20])  # damaged: made anew
-    assert torch.equal(cached_alignment(source, target, tmp_path).kinds, first.kinds)
-    cached_alignment(target, source, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert torch.equal(cached_alignment(source, target).kinds, first.kinds)
+    cached_alignment(target, source)
+    assert len(list(file.parent.iterdir())) == 2
+    monkeypatch.setenv("OSPREY_CACHE", str(file))  # no folder: nothing can be kept there
+    assert torch.equal(cached_alignment(source, target).kinds, first.kinds)
 
 
 @pytest.fixture(scope="module")

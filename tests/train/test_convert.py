@@ -11,14 +11,16 @@ from transformers import AutoTokenizer
 
 from osprey.cli.convert import main
 from osprey.modeling import OspreyDrafter
+from osprey.train import align
 from osprey.train.convert import ConvertArguments, convert
 
 PADDED = BYTES + 5  # vocabularies are often padded past the tokenizer
 
 
 @pytest.fixture
-def folders(tmp_path):
+def folders(tmp_path, tmp_path_factory, monkeypatch):
     """Writes a backbone of a family and a target of twice its width with a padded vocabulary."""
+    monkeypatch.setenv("OSPREY_CACHE", str(tmp_path_factory.mktemp("cache")))
 
     def write(family: str, **changes):
         backbone = tiny_target(family, vocab_size=BYTES, num_hidden_layers=2, eos_token_id=2, **changes)
@@ -64,7 +66,9 @@ def test_function_is_preserved_and_gradients_arrive(tmp_path, folders, family, c
     with torch.no_grad():
         expected = backbone(ids).logits
     torch.testing.assert_close(output.logits[..., :BYTES], expected, rtol=1e-4, atol=1e-4)
-    assert output.logits[..., BYTES:].abs().max() == 0  # rows of the padding are zero
+    # Rows of the padding are zero, and never drafted where the config knows of them.
+    padding = -torch.inf if hasattr(drafter.config, "target_num_tokens") else 0.0
+    assert (output.logits[..., BYTES:] == padding).all()
     # fc starts as the deepest tap, cut to the drafter's width.
     deepest = taps[..., 2 * target.config.hidden_size :][..., : drafter.config.hidden_size]
     torch.testing.assert_close(drafter.project_taps(taps), deepest)
@@ -153,6 +157,40 @@ def test_shortlist(tmp_path, folders, capsys):
     with torch.no_grad():
         torch.testing.assert_close(logits[..., [a, b, c]], backbone(ids).logits[..., [a, b, c]], rtol=1e-4, atol=1e-4)
     assert torch.isinf(logits).sum() == 5 * (PADDED - 4)
+
+
+def test_the_shortlist_counts_the_targets_own_ids_and_can_end(tmp_path, folders):
+    """Ends are those of the generation config too; the ids that the target wrote go before its text."""
+    _, target = folders("llama")
+    a, b, c, d = bytes_tokenizer()("abcd")["input_ids"]
+    target.generation_config.eos_token_id = [2, d]
+    target.save_pretrained(tmp_path / "target")
+    row = {"response": "aaab", "response_ids": [c, c, b, d], "finish": "stop", "language": "en"}
+    (tmp_path / "responses.jsonl").write_text(json.dumps(row))
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "aa"}))
+    files = [str(tmp_path / name) for name in ("responses.jsonl", "text.jsonl")]
+    # By count, weighted by 30: c 60, b 30, d 30, a 2; the end of sequence does not occur.
+    record = convert(arguments(tmp_path, draft_vocab_size=4, frequencies=files))
+    assert OspreyDrafter.from_pretrained(tmp_path / "out").draft_ids.tolist() == sorted([2, d, c, b])
+    assert record["shortlist"]["response_coverage"] == {"en": 1.0, "all": 1.0}
+    convert(arguments(tmp_path, draft_vocab_size=2, frequencies=files, overwrite=True))
+    assert OspreyDrafter.from_pretrained(tmp_path / "out").draft_ids.tolist() == [2, d]
+    with pytest.raises(ValueError, match="2 end tokens, which are always in it"):
+        convert(arguments(tmp_path, draft_vocab_size=1, frequencies=files, overwrite=True))
+
+
+def test_alignments_are_kept(tmp_path, folders, monkeypatch):
+    folders("llama")
+    convert(arguments(tmp_path))
+    monkeypatch.setattr(align, "align_vocabularies", lambda *_: pytest.fail("aligned again"))
+    convert(arguments(tmp_path, overwrite=True))
+
+
+def test_sliding_windows_are_refused(tmp_path, folders):
+    backbone, _ = folders("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    assert backbone.config.layer_types == ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="layers 1 of the source attend in a sliding window"):
+        convert(arguments(tmp_path))
 
 
 def test_refusals(tmp_path, folders):

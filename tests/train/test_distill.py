@@ -1,6 +1,7 @@
 """Stage 4 offline: a run learns, resumes bitwise, and refuses what does not belong together."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -98,6 +99,48 @@ def test_training_resumes_where_it_stopped(line):
     assert not torch.equal(start["fc.weight"], whole["fc.weight"])
 
 
+def test_a_run_that_has_taken_all_its_steps_takes_no_more(line, monkeypatch):
+    """As after a failure between the last checkpoint and the folder: the same drafter, without training."""
+    assert main(flags(line, "first", "run")) == 0
+    monkeypatch.setattr(OspreyDistillationTrainer, "training_step", lambda *_: pytest.fail("one more step"))
+    assert main(flags(line, "again", "run")) == 0
+    first = OspreyDrafter.from_pretrained(line / "first").state_dict()
+    for name, tensor in OspreyDrafter.from_pretrained(line / "again").state_dict().items():
+        assert torch.equal(tensor, first[name]), name
+    records = [json.loads((line / out / "training.json").read_text())["stages"][-1] for out in ("first", "again")]
+    assert [record["steps"] for record in records] == [6, 6]
+    held_out = [record["held_out"]["eval_loss"] for record in records]
+    assert held_out[0] == held_out[1]
+
+
+@pytest.mark.parametrize("state", [None, '{"global_step": 6, "epo'])
+def test_a_half_written_checkpoint_is_passed_over(line, state):
+    assert main(flags(line, "whole", "a")) == 0
+    shutil.copytree(line / "a", line / "b")
+    (line / "b" / "checkpoint-6" / "trainer_state.json").unlink()
+    (line / "b" / "checkpoint-6" / "optimizer.pt").unlink()
+    if state is not None:
+        (line / "b" / "checkpoint-6" / "trainer_state.json").write_text(state)
+    assert main(flags(line, "resumed", "b")) == 0  # from step 3 on
+    whole = OspreyDrafter.from_pretrained(line / "whole").state_dict()
+    for name, tensor in OspreyDrafter.from_pretrained(line / "resumed").state_dict().items():
+        assert torch.equal(tensor, whole[name]), name
+
+
+def test_rows_of_unknown_temperature_are_not_held_out(line, caplog):
+    """Who does not say how a response was written may have sampled it: nothing can be measured on it."""
+    rows = [json.loads(text) for text in (line / "responses.jsonl").read_text().splitlines()]
+    for row in rows:
+        del row["temperature"]
+    (line / "unknown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare(line, "unknown.jsonl", "unknown")
+    with caplog.at_level("INFO", logger="osprey"):
+        assert main(flags(line, "out", "run", max_steps=1, features=line / "unknown")) == 0
+    assert "No held-out row was written greedily" in caplog.text
+    record = json.loads((line / "out" / "training.json").read_text())["stages"][-1]
+    assert record["rows"]["held_out"] == 0 < record["rows"]["train"]
+
+
 def test_recipe(line, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 1\nlearning_rate: 0.01\nunroll_steps: 2\n")
@@ -122,6 +165,8 @@ def test_a_run_folder_belongs_to_one_run(line, capsys):
     assert main(flags(line, "out", "run", **settings)) == 0
     with pytest.raises(ValueError, match=r"another recipe \(learning_rate\): choose another folder"):
         main(flags(line, "other", "run", **settings, learning_rate=0.5))
+    with pytest.raises(ValueError, match=r"another recipe \(adam_epsilon, data_seed, max_length\): choose"):
+        main(flags(line, "other", "run", **settings, max_length=99, data_seed=1, adam_epsilon=1e-3))
     prepare(line, "responses.jsonl", "short", max_length=12)
     with pytest.raises(ValueError, match="another data: choose"):
         main(flags(line, "other", "run", **settings, features=line / "short"))
@@ -129,6 +174,11 @@ def test_a_run_folder_belongs_to_one_run(line, capsys):
     command = flags(line, "other", "run", **settings)
     with pytest.raises(ValueError, match="another drafter: choose"):
         main([str(line / "drafter-2"), *command[1:]])
+    run = json.loads((line / "run" / "run.json").read_text())
+    for name in ("max_length", "data_seed", "adam_epsilon", "lr_scheduler_kwargs"):  # recorded only since
+        del run["recipe"][name]
+    (line / "run" / "run.json").write_text(json.dumps(run))
+    assert main([*flags(line, "older", "run", **settings)]) == 0
     (line / "run" / "run.json").unlink()  # as before there were such files
     assert main(command) == 0
 

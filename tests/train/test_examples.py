@@ -3,7 +3,7 @@
 import pytest
 from bytes_tokenizer import bytes_tokenizer
 
-from osprey.train.examples import tokenize_row
+from osprey.train.examples import end_of_turn, tokenize_row
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 # As of reasoning models: only the last turn shows its reasoning.
@@ -34,6 +34,31 @@ def test_the_targets_own_ids_go_before_the_text():
     row = {"id": "p", "prompt": "ab", "response": "cd", "response_ids": [77, 2], "finish": "stop"}
     (example,) = tokenize_row(bytes_tokenizer(TEMPLATE), row, 99)
     assert example.input_ids == encode("<s>ab</s><s>") + [77, 2]
+
+
+def test_answers_end_as_in_the_chat_template():
+    """Gemma's template ends a turn with a token that is not the end of sequence."""
+    tokenizer = bytes_tokenizer(TEMPLATE.replace("</s>", "<e>\n"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<e>"]})
+    end = tokenizer.convert_tokens_to_ids("<e>")
+    assert end != tokenizer.eos_token_id
+    (response,) = tokenize_row(tokenizer, {"id": "p", "prompt": "a", "response": "b", "finish": "stop"}, 99)
+    assert response.input_ids[response.prompt_length :] == [*encode("b"), end]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (turn,) = tokenize_row(tokenizer, {"id": "m", "messages": messages}, 99)
+    assert turn.input_ids[turn.prompt_length :] == [*encode("b"), end]
+    # Without a token of its own behind an answer, as in templates of plain text.
+    assert end_of_turn(bytes_tokenizer("{% for m in messages %}{{ m['content'] }} {% endfor %}")) == 2
+    assert end_of_turn(bytes_tokenizer()) == 2
+
+
+def test_rows_without_an_id_are_told_apart_by_their_prompt():
+    tokenizer, row = bytes_tokenizer(TEMPLATE), {"prompt": "a", "response": "b"}
+    others = [row | {"response": "c"}, row | {"prompt": "d"}, {"text": "e"}, {"text": "e", "id": "t"}]
+    first, same, other, text, named = (tokenize_row(tokenizer, one, 99)[0].meta["id"] for one in [row, *others])
+    assert first == same
+    assert len({None, first, other, text}) == 4
+    assert named == "t"
 
 
 def test_every_assistant_turn_stands_behind_its_chat():
