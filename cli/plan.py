@@ -28,11 +28,10 @@ def main(argv: list[str]) -> int:
         print(f"\n{phase.replace('_', ' ')}: {share / 1e9:.1f} GB a card of {result['card'] / 1e9:.1f} GB, {fits}")
         for part, size in parts.items():
             print(f"  {part.replace('_', ' '):22s} {size / 1e9:12.2f} GB")
-    print(
-        f"\nfeatures: {result['bytes_per_token_on_disk']} bytes a token, {result['disk'] / 1e9:.2f} GB with the head"
-    )
+    disk = "-" if result["disk"] is None else f"{result['disk'] / 1e9:.2f}"
+    print(f"\nfeatures: {result['bytes_per_token_on_disk']} bytes a token, {disk} GB with the head")
     for name, value in (result["measured"] or {}).items():
-        print(f"{name.replace('_', ' '):28s} {value:14.1f}")
+        print(f"{name.replace('_', ' '):28s} {'-' if value is None else format(value, '.1f'):>14s}")
     for sentence in result["advice"]:
         print(sentence)
     return 0

@@ -5,10 +5,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import cached_file
+
 from osprey.train.checkpoints import file_sha256, write_json
 from osprey.train.convert import ConvertArguments, convert
 from osprey.train.data import check_file
-from osprey.train.distill import DistillArguments, distill, refuse_changes
+from osprey.train.distill import TRAINER_DEFAULT_OUTPUT, DistillArguments, distill, drafter_sha256, refuse_changes
 from osprey.train.distillation_config import OspreyDistillationConfig
 from osprey.train.features import FeatureArguments, prepare_features
 
@@ -63,10 +65,18 @@ def adapt(arguments: AdaptArguments, config: OspreyDistillationConfig) -> dict[s
         raise ValueError("--data and --out are needed.")
     if Path(arguments.out).exists() and not arguments.overwrite:
         raise FileExistsError(f"{arguments.out} exists already: choose another --out, or give --overwrite.")
+    if config.output_dir != TRAINER_DEFAULT_OUTPUT:
+        raise ValueError(
+            "--output_dir has no effect on adapt, which keeps its checkpoints in OUT.adapt: leave it out."
+        )
     work = Path(f"{arguments.out}.adapt")
     work.mkdir(parents=True, exist_ok=True)
     settings = {name: value for name, value in asdict(arguments).items() if name not in ("data", "out", "overwrite")}
     settings["data"] = [file_sha256(check_file(Path(path))) for path in arguments.data]
+    # A folder may hold another model tomorrow; a target is too large to be read for that.
+    settings["backbone_sha256"] = drafter_sha256(arguments.backbone)
+    target_config = cached_file(arguments.target, "config.json", revision=arguments.target_revision or "main")
+    settings["target_config_sha256"] = file_sha256(target_config)
     refuse_changes(work / SETTINGS_FILE, settings)
     write_json(work / SETTINGS_FILE, settings)
 

@@ -48,6 +48,7 @@ def drafter_completion(
     processors = LogitsProcessorList([TemperatureLogitsWarper(config.temperature)])
     own = GenerationConfig(do_sample=True, max_length=prompt.shape[1] + config.max_new_tokens)
     generator = drafter.osprey_candidate_generator(target, generation_config=own, logits_processor=processors)
+    generator.lookup_num_tokens = 0  # copies of earlier text are no drafts of the drafter's
     cache = DynamicCache(config=target.config.get_text_config())
     ids, _ = generator.get_candidates(prompt, {}, is_first_iteration=True)  # nothing yet: the target has not run
     unread, drafted = ids, 0

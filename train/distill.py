@@ -204,7 +204,7 @@ def refuse_other_head(drafter: str, head_sha256: str) -> None:
 
 
 def drafter_sha256(folder: str) -> str:
-    """Hash of a drafter's config and weights; of a Hub id its name."""
+    """Hash of a drafter's, or another model's, config and weights; of a Hub id its name."""
     files = sorted([*Path(folder).glob("*.safetensors"), *Path(folder).glob("config.json")])
     return hashlib.sha256("".join(map(file_sha256, files)).encode()).hexdigest() if files else folder
 

@@ -141,6 +141,9 @@ class OspreyDistillationTrainer(GKDTrainer):
         """
         drafter = self.accelerator.unwrap_model(self.model)
         write = target_completion if model is self.teacher_model else drafter_completion
+        if drafter.has_tied_shortlist:
+            drafter.tie_weights()  # drafts are written with the head, a copy of what the last step may have changed
+            drafter.embed_tokens.requires_grad_(not self.args.freeze_embeddings)  # tying fixes the embedding
         was_training = drafter.training
         drafter.eval()
         sequences, prompts = [], []
@@ -235,8 +238,9 @@ class OspreyDistillationTrainer(GKDTrainer):
         """Loss, agreement by draft step, and the simulated mean acceptance length on the held-out rows.
 
         The simulation drafts at every position of a response that the target wrote greedily and walks through it as
-        generation would: a draft token is accepted if it is the response's own. What it leaves out is only the
-        target's rounding. MAL counts the bonus token and not the prefill (DESIGN §3).
+        generation would: a draft token is accepted if it is the response's own. What it leaves out is the target's
+        rounding, the limit on the drafter's confidence, which ends drafts early, and drafts that are copied from the
+        text so far. MAL counts the bonus token and not the prefill (DESIGN §3).
         """
         dataset, steps = self.eval_dataset if eval_dataset is None else eval_dataset, self.args.unroll_steps
         start = time.perf_counter()

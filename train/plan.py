@@ -34,7 +34,7 @@ class PlanArguments(AdaptationSettings):
 
     gpus: int = field(default=1, metadata={"help": "cards; the target is spread over them, the drafter is on one"})
     memory: float | None = field(default=None, metadata={"help": "GB of a card (default: what this machine has)"})
-    data_tokens: float = field(default=0.0, metadata={"help": "tokens of the data, for disk and time"})
+    data_tokens: float | None = field(default=None, metadata={"help": "tokens of the data, for disk and time"})
     measure: bool = field(default=True, metadata={"help": "time a short step here with random weights"})
 
 
@@ -43,7 +43,8 @@ def plan(arguments: PlanArguments, config: OspreyDistillationConfig) -> dict[str
 
     Returns:
         `parameters`, `memory` by phase (`prepare`, `distill_offline`, `distill_online`) and part, `fits` by phase,
-        `disk`, `step_tokens`, `measured` (None without a measurement) and `advice`, sentences.
+        `disk`, `step_tokens`, `measured` (None without a measurement) and `advice`, sentences. Sizes and times that
+        depend on the data are None where its size is unknown.
 
     Raises:
         ValueError, OSError: a config cannot be read, or backbone and target do not go together.
@@ -79,9 +80,10 @@ def plan(arguments: PlanArguments, config: OspreyDistillationConfig) -> dict[str
     step_tokens = config.per_device_train_batch_size * config.max_length * config.gradient_accumulation_steps
     text = target_config.get_text_config()
     item = STORED_DTYPES[arguments.features_dtype].itemsize
-    disk = (
-        feature_bytes(int(arguments.data_tokens), text.hidden_size, item) + text.vocab_size * text.hidden_size * item
-    )
+    disk = None
+    if arguments.data_tokens is not None:
+        disk = feature_bytes(int(arguments.data_tokens), text.hidden_size, item)
+        disk += text.vocab_size * text.hidden_size * item
     return {
         "parameters": parameters,
         "memory": {phase: parts | {"total": int(totals[phase])} for phase, parts in memory.items()},
@@ -120,9 +122,10 @@ def measure(
     config: OspreyDistillationConfig,
     arguments: PlanArguments,
     step_tokens: int,
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Seconds of a training step and of the whole, from a short step here: the drafter with random weights, and one
-    layer of the target times its layers."""
+    layer of the target times its layers. The whole is `max_steps` full batches where the recipe has them, else its
+    epochs of the data (None where the data's size is unknown)."""
     device = config.device
     generator = torch.Generator().manual_seed(0)
     drafter = OspreyDrafterForCausalLM(ours).to(device)
@@ -130,7 +133,8 @@ def measure(
     length = min(MEASURED_TOKENS, config.max_length)
     ids = torch.randint(0, ours.vocab_size, (1, length), generator=generator).to(device)
     taps = torch.randn(1, length, 3 * ours.target_hidden_size, generator=generator).to(device)
-    chains = find_chains(torch.ones(1, length, dtype=torch.bool, device=device), config.unroll_steps)
+    everything = torch.ones(1, length, dtype=torch.bool, device=device)
+    chains = find_chains(everything, config.unroll_steps, config.unroll_fraction)
     head = torch.randn(len(drafter.draft_ids), ours.target_hidden_size + 2, generator=generator).to(device) / 100
 
     def train_step() -> None:
@@ -147,15 +151,17 @@ def measure(
     seconds = timed(train_step, device) / length
     target_seconds = target_forward(target_config, ids, config) / length
     tokens = arguments.data_tokens
-    epochs = config.num_train_epochs if config.max_steps <= 0 else config.max_steps * step_tokens / max(tokens, 1)
+    trained = None if tokens is None else tokens * config.num_train_epochs
+    if config.max_steps > 0:
+        trained = config.max_steps * step_tokens
     return {
         "drafter_tokens_per_second": round(1 / seconds, 1),
         "target_tokens_per_second": round(1 / target_seconds, 1),
         "step_seconds_offline": round(seconds * step_tokens, 3),
         "step_seconds_online": round((seconds + target_seconds) * step_tokens, 3),
-        "prepare_seconds": round(target_seconds * tokens, 1),
-        "distill_seconds_offline": round(seconds * tokens * epochs, 1),
-        "distill_seconds_online": round((seconds + target_seconds) * tokens * epochs, 1),
+        "prepare_seconds": None if tokens is None else round(target_seconds * tokens, 1),
+        "distill_seconds_offline": None if trained is None else round(seconds * trained, 1),
+        "distill_seconds_online": None if trained is None else round((seconds + target_seconds) * trained, 1),
     }
 
 

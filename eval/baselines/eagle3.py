@@ -54,6 +54,13 @@ class Eagle3Drafter(OspreyDrafterForCausalLM):
         self.layers = nn.ModuleList([Eagle3FirstLayer(config, 0), *others])
         self.post_init()
 
+    def fuse_projections(self) -> None:
+        """As in the base class, of the first layer alone: the others are plain Llama blocks."""
+        first = self.layers[0]
+        if first.self_attn.qkv_proj is None:
+            first.self_attn.fuse()
+            first.mlp.fuse()
+
 
 def make_eagle3(target: PreTrainedModel, like: OspreyDrafterForCausalLM, layers: int, seed: int) -> Eagle3Drafter:
     """An untrained baseline for `target`, with the taps and the draft vocabulary of the Osprey drafter `like`.
@@ -81,7 +88,8 @@ def make_eagle3(target: PreTrainedModel, like: OspreyDrafterForCausalLM, layers:
         **{
             name: getattr(like.config, name)
             for name in ("draft_vocab_size", "target", "target_revision", "target_num_hidden_layers")
-            + ("target_layer_ids", "bos_token_id", "eos_token_id", "pad_token_id")
+            + ("target_num_tokens", "target_layer_ids", "bos_token_id", "eos_token_id", "pad_token_id")
+            if hasattr(like.config, name)
         },
     )
     torch.manual_seed(seed)
@@ -89,7 +97,8 @@ def make_eagle3(target: PreTrainedModel, like: OspreyDrafterForCausalLM, layers:
     with torch.no_grad():
         drafter.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
         if not tied:
-            drafter.lm_head.weight.copy_(target.get_output_embeddings().weight[like.draft_ids])
+            rows = target.get_output_embeddings().weight[like.draft_ids]
+            drafter.lm_head.weight[: len(rows)].copy_(rows)  # rows of a padded vocabulary come behind these
     if config.draft_vocab_size is not None:
         drafter.set_draft_ids(like.draft_ids)
     drafter.generation_config.update(

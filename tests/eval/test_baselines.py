@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from osprey.cli.baseline import main as baseline
 from osprey.cli.distill import main as distill
 from osprey.eval.baselines import Eagle3Drafter, make_eagle3
+from osprey.modeling import OspreyDrafter
 from osprey.train.unroll import Chains, unroll
 
 
@@ -38,6 +39,29 @@ def test_only_the_first_layer_is_widened(pair):
     assert widths == [64, 32][: len(widths)]
     assert torch.equal(drafter.embed_tokens.weight, target.get_input_embeddings().weight)
     assert torch.equal(drafter.lm_head.weight, target.get_output_embeddings().weight[drafter.draft_ids])
+
+
+def test_a_padded_vocabulary(monkeypatch):
+    """Without a shortlist, ids that only pad the vocabulary are not drafted, and the head has rows for them."""
+    target = tiny_target(tie_word_embeddings=False)
+    like = tiny_drafter(target)
+    monkeypatch.setattr(OspreyDrafter, "draft_ids", property(lambda self: torch.arange(40)))
+    drafter = make_eagle3(target, like, 1, 0)
+    assert torch.equal(drafter.lm_head.weight[:40], target.get_output_embeddings().weight[:40])
+    if hasattr(like.config, "target_num_tokens"):
+        like.config.target_num_tokens = 40
+        assert make_eagle3(target, like, 1, 0).config.target_num_tokens == 40
+
+
+@pytest.mark.skipif(not hasattr(OspreyDrafter, "fuse_projections"), reason="drafters are not fused yet")
+@torch.no_grad()
+def test_fused_projections_compute_the_same(pair):
+    _, drafter = pair
+    ids, context = tiny_prompt(6), torch.randn(1, 6, 32)
+    expected = drafter(ids, context).logits
+    drafter.fuse_projections()
+    drafter.fuse_projections()  # a second call finds nothing left to do
+    torch.testing.assert_close(drafter(ids, context).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_are_random_by_seed():

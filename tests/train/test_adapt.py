@@ -38,6 +38,11 @@ TARGETS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("OSPREY_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 def save_models(folder, target):
     tokenizer = bytes_tokenizer(TEMPLATE)
     for name, model in (("target", target), ("backbone", tiny_target("qwen3", 7, num_hidden_layers=2, **ENDS))):
@@ -83,6 +88,16 @@ def test_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     with pytest.raises(ValueError, match="another draft_vocab_size: choose another folder"):
         main(command(tmp_path, "--draft_vocab_size", "50"))
+    kept = {name: (tmp_path / name).read_bytes() for name in ("backbone/model.safetensors", "target/config.json")}
+    tiny_target("qwen3", 8, num_hidden_layers=2, **ENDS).save_pretrained(tmp_path / "backbone")  # of the same shape
+    with pytest.raises(ValueError, match="another backbone_sha256: choose another folder"):
+        main(command(tmp_path))
+    (tmp_path / "backbone" / "model.safetensors").write_bytes(kept["backbone/model.safetensors"])
+    settings = json.loads(kept["target/config.json"])
+    (tmp_path / "target" / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(ValueError, match="another target_config_sha256: choose another folder"):
+        main(command(tmp_path))
+    (tmp_path / "target" / "config.json").write_bytes(kept["target/config.json"])
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out.adapt").rglob("*.safetensors")}
     assert len(before) == 3  # the untrained drafter, the head, one shard
     monkeypatch.setattr(module, "convert", lambda *_: pytest.fail("converted again"))
@@ -97,5 +112,7 @@ def test_refusals(tmp_path):
     save_models(tmp_path, TARGETS["qwen3-8b"]())
     with pytest.raises(ValueError, match="--data and --out are needed"):
         main([str(tmp_path / "backbone"), str(tmp_path / "target")])
+    with pytest.raises(ValueError, match="--output_dir has no effect on adapt"):
+        main(command(tmp_path, "--output_dir", str(tmp_path / "elsewhere")))
     with pytest.raises(OSError, match="unknown backbone"):
         main([str(tmp_path / "none" / "x"), *command(tmp_path)[1:]])

@@ -11,7 +11,7 @@ from tiny import DraftLog, tiny_drafter, tiny_prompt, tiny_target
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from osprey.cli.distill import main
-from osprey.modeling import OspreyDrafter
+from osprey.modeling import OspreyCandidateGenerator, OspreyDrafter
 from osprey.train import distillation_trainer as module
 from osprey.train.completions import drafter_completion, target_completion
 from osprey.train.distill import load_drafter
@@ -99,6 +99,37 @@ def test_the_drafter_writes_drafts_that_nobody_verifies(pair, monkeypatch):
     ended = drafter_completion(target, drafter, prompt, settings(eos_token_id=end))
     first = prompt.shape[1] + ids[0, prompt.shape[1] :].tolist().index(end)
     assert torch.equal(ended, ids[:, : first + 1])
+
+
+def test_the_drafters_own_text_has_no_copies_in_it(pair, monkeypatch):
+    """A text that repeats itself, from which the generator would copy if it were let."""
+    target, drafter = pair
+    drafter.generation_config.lookup_num_tokens = 8
+    draft, seen = OspreyCandidateGenerator.get_candidates, []
+    monkeypatch.setattr(
+        OspreyCandidateGenerator,
+        "get_candidates",
+        lambda self, *args, **kwargs: seen.append(self.lookup_num_tokens) or draft(self, *args, **kwargs),
+    )
+    drafter_completion(target, drafter, tiny_prompt(6).repeat(1, 3), settings())
+    assert set(seen) == {0}
+
+
+def test_completions_are_written_with_the_head_as_it_is_now(line, monkeypatch):
+    """A tied shortlist whose embedding is trained: the head is a copy, which every step leaves behind."""
+    write, stale = module.drafter_completion, []
+
+    def looking(target, drafter, *args):
+        stale.append(not torch.equal(drafter.lm_head.weight, drafter.embed_tokens.weight[drafter.draft_ids]))
+        return write(target, drafter, *args)
+
+    monkeypatch.setattr(module, "drafter_completion", looking)
+    changes = {"max_steps": 3, "lmbda": 1.0, "max_new_tokens": 4, "eval_strategy": "no", "other_learning_rate": 0.1}
+    command = online(line, "out", "run", data=line / "responses.jsonl", freeze_embeddings=False, **changes)
+    assert main(command) == 0
+    start, end = (OspreyDrafter.from_pretrained(line / name).embed_tokens.weight for name in ("drafter", "out"))
+    assert not torch.equal(start, end)
+    assert len(stale) == 12 and not any(stale)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, MiniMaxM2Config, Qwen3Config
 
 from osprey.cli.plan import main
+from osprey.train import plan as module
 from osprey.train.features import STORED_DTYPES
 
 LLAMA3_ROPE = {
@@ -88,20 +89,63 @@ def test_advice_makes_it_fit(plan):
     assert plan(f"train/recipes/{name}.yaml", TARGETS[name], *flags)["fits"]["prepare"]
 
 
-def test_a_measured_step(plan, tmp_path, capsys):
+@pytest.fixture
+def tiny(tmp_path, capsys):
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"head_dim": 8, "vocab_size": 60, "max_position_embeddings": 256}
     Qwen3Config(**shape, num_hidden_layers=2).save_pretrained(tmp_path / "b")
     MiniMaxM2Config(**shape, num_hidden_layers=5, num_local_experts=4, num_experts_per_tok=2, bos_token_id=1,
                     eos_token_id=2).save_pretrained(tmp_path / "t")  # fmt: skip
-    command = [str(tmp_path / "b"), "--target", str(tmp_path / "t"), "--max_length", "32", "--data_tokens", "1000"]
-    assert main([*command, "--num_train_epochs", "2", "--precision", "fp32", "--json"]) == 0
-    measured = json.loads(capsys.readouterr().out)["measured"]
-    seconds = 1 / measured["drafter_tokens_per_second"]
-    assert measured["distill_seconds_offline"] == pytest.approx(2000 * seconds, rel=0.1, abs=0.1)
+
+    def run(*flags):
+        command = [str(tmp_path / "b"), "--target", str(tmp_path / "t"), "--max_length", "32", "--precision", "fp32"]
+        assert main([*command, *flags]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_times_of_the_whole(tiny, monkeypatch):
+    """With a clock by which the drafter's 32 tokens take 3.2 s, and those of one of the target's 5 layers 1.6 s."""
+    monkeypatch.setattr(module, "timed", lambda step, device: 3.2 if step.__name__ == "train_step" else 1.6)
+    batch = ("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "3", "--json")  # 192 tokens
+    epochs = json.loads(tiny(*batch, "--data_tokens", "1000", "--num_train_epochs", "2"))["measured"]
+    assert epochs == {
+        "drafter_tokens_per_second": 10,
+        "target_tokens_per_second": 4,
+        "step_seconds_offline": 19.2,
+        "step_seconds_online": 67.2,  # 192 * (0.1 + 0.25)
+        "prepare_seconds": 250,
+        "distill_seconds_offline": 200,
+        "distill_seconds_online": 700,
+    }
+    whole = ("prepare_seconds", "distill_seconds_offline", "distill_seconds_online")
+    steps = json.loads(tiny(*batch, "--max_steps", "10"))
+    assert [steps["measured"][name] for name in whole] == [None, 192, 672]
+    assert steps["disk"] is None
+    unknown = json.loads(tiny(*batch))["measured"]
+    assert [unknown[name] for name in whole] == [None, None, None]
+
+
+def test_a_measured_step_is_one_of_the_recipes(tiny, monkeypatch):
+    """A quarter of the 30 positions with a response token before and two behind them go past step 0."""
+    unroll, anchors = module.unroll, []
+
+    def counting(drafter, ids, taps, chains, steps):
+        anchors.append(int((chains.num_steps > 0).sum()))
+        return unroll(drafter, ids, taps, chains, steps)
+
+    monkeypatch.setattr(module, "unroll", counting)
+    measured = json.loads(tiny("--unroll_fraction", "0.25", "--json"))["measured"]
+    assert set(anchors) == {8}
     assert measured["step_seconds_online"] > measured["step_seconds_offline"] > 0
-    assert main(command) == 0  # the table
-    assert "distill offline" in capsys.readouterr().out
+
+
+def test_the_table_says_what_is_unknown(tiny):
+    lines = {line[:28].strip(): line[28:].strip() for line in tiny().splitlines()}
+    assert lines["distill seconds offline"] == lines["prepare seconds"] == "-"
+    assert float(lines["step seconds offline"]) > 0
+    assert any(line.endswith("- GB with the head") for line in tiny().splitlines())
 
 
 def test_activations_are_those_of_a_real_step():
