@@ -45,8 +45,14 @@ def parse(
     early.add_argument("--config")
     config = early.parse_known_args(argv)[0].config
     if config is not None:
-        known = {field.name for kind in parser.dataclass_types for field in fields(kind)}
-        recipe = read_recipe(config, known)
+        known = {field.name: str(field.type) for kind in parser.dataclass_types for field in fields(kind)}
+        recipe = read_recipe(config, set(known))
+        for name, value in recipe.items():
+            action = next(action for action in parser._actions if action.dest == name)
+            try:
+                recipe[name] = _checked(parser, action, known[name], value)
+            except argparse.ArgumentError as error:
+                raise ValueError(f"the recipe {config}: {name}: {error.message}.") from error
         parser.set_defaults(**recipe)
         for action in parser._actions:
             action.required = action.required and action.dest not in recipe
@@ -56,6 +62,25 @@ def parse(
         close = difflib.get_close_matches(unknown[0], options, n=1)
         parser.error(f"there is no option {unknown[0]}" + (f", did you mean {close[0]}" if close else ""))
     return *arguments, namespace.json
+
+
+def _checked(parser: Parser, action: argparse.Action, annotation: str, value: Any) -> Any:
+    """A value of a recipe as argparse would have it from a flag; raises `argparse.ArgumentError` where it would."""
+    if value is None:
+        if action.required or action.default is not None:
+            raise argparse.ArgumentError(action, "there is no value")
+        return None
+    if isinstance(value, dict) and "dict" in annotation:
+        return value
+    if action.nargs in ("+", "*"):
+        if not isinstance(value, list):
+            raise argparse.ArgumentError(action, f"must be a list, such as [{value}]")
+    elif isinstance(value, list | dict):
+        raise argparse.ArgumentError(action, f"must be one value, not {value}")
+    values = [parser._get_value(action, str(part)) for part in (value if isinstance(value, list) else [value])]
+    for part in values:
+        parser._check_value(action, part)
+    return values if isinstance(value, list) else values[0]
 
 
 def read_recipe(path: str, known: set[str]) -> dict[str, Any]:

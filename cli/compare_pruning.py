@@ -9,6 +9,7 @@ import logging
 import sys
 
 from osprey.cli.arguments import parse
+from osprey.cli.main import guarded
 from osprey.train.compare_pruning import CompareArguments, compare_pruning, markdown
 from osprey.train.pretrain import PretrainArguments
 
@@ -24,4 +25,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(guarded("compare_pruning", lambda: main(sys.argv[1:])))

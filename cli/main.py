@@ -7,6 +7,7 @@ import difflib
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from importlib import metadata
 
 VERBS = {
@@ -50,15 +51,20 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"did you mean {close[0]!r}?" if close else f"the verbs are {', '.join(VERBS)}."
         print(f"osprey: there is no verb {verb!r}; {hint}", file=sys.stderr)
         return 2
+    return guarded(f"osprey {verb}", lambda: importlib.import_module(f"osprey.cli.{verb}").main(rest))
+
+
+def guarded(name: str, command: Callable[[], int]) -> int:
+    """What `command` returns, and one line for what it refuses."""
     try:
-        return importlib.import_module(f"osprey.cli.{verb}").main(rest)
+        return command()
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("OSPREY_DEBUG") == "1":
             raise
-        print(f"osprey {verb}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"osprey {verb}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
 
 

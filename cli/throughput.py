@@ -4,6 +4,7 @@ import json
 import sys
 
 from osprey.cli.arguments import parse
+from osprey.cli.main import guarded
 from osprey.train.pretrain import PretrainArguments
 from osprey.train.throughput import ThroughputArguments, training_throughput
 
@@ -16,4 +17,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(guarded("throughput", lambda: main(sys.argv[1:])))

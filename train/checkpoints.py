@@ -102,6 +102,15 @@ def file_sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def weights_sha256(name_or_path: str) -> str | None:
+    """Of the weight files of a folder or of a .gguf file; None for a model on the Hub."""
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return file_sha256(path)
+    files = sorted([*path.glob("model*.safetensors"), *path.glob("pytorch_model*.bin")])
+    return hashlib.sha256("".join(map(file_sha256, files)).encode()).hexdigest() if files else None
+
+
 def public_name(name_or_path: str) -> str:
     """A Hub id as it is; of a local folder only its name, since where it lies on this machine means nothing else."""
     path = Path(name_or_path).expanduser()

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from osprey.train.checkpoints import write_json
+from osprey.train.checkpoints import file_sha256, write_json
 from osprey.train.data import check_source, parse_sources
 from osprey.train.linear_loss import use_linear_cross_entropy
 from osprey.train.perplexity import held_out_losses, perplexities
-from osprey.train.pretrain import PretrainArguments, pretrain
+from osprey.train.pretrain import PretrainArguments, pretrain, recipe_settings
 from osprey.train.prune import STRATEGIES, PruneArguments, load_source, prune
 
 RESULTS_FILE = "comparison.json"
@@ -47,13 +47,16 @@ def compare_pruning(comparison: CompareArguments, recipe: PretrainArguments) -> 
         raise ValueError(f"the strategy {unknown[0]!r} is unknown: choose from {', '.join(STRATEGIES)}.")
     if not recipe.held_out:
         raise ValueError("a comparison needs text that is not trained on: give files with --held_out.")
+    settings = _settings(comparison, recipe)
     folder = Path(recipe.out)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RESULTS_FILE
-    settings = {"tokens": recipe.tokens, "learning_rate": recipe.learning_rate, "data": recipe.data}
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"settings": settings, "cells": {}}
-    if results["settings"] != settings:
-        raise ValueError(f"{path} was made with {results['settings']}: give the same settings, or another --out.")
+    old = results["settings"]
+    changed = [name for name in sorted(old.keys() & settings.keys()) if old[name] != settings[name]]
+    if changed:
+        listed = "; ".join(f"{name} was {old[name]}, is {settings[name]}" for name in changed)
+        raise ValueError(f"{path} was made with other settings ({listed}): give the same, or another --out.")
     if "source" not in results:
         results["source"] = _source_perplexities(recipe)
         write_json(path, results)
@@ -64,6 +67,17 @@ def compare_pruning(comparison: CompareArguments, recipe: PretrainArguments) -> 
                 results["cells"][name] = _cell(folder / name, strategy, depth, comparison, recipe)
                 write_json(path, results)
     return results
+
+
+def _settings(comparison: CompareArguments, recipe: PretrainArguments) -> dict[str, Any]:
+    """What all cells have in common, as it comes back from JSON."""
+    return json.loads(
+        json.dumps(
+            recipe_settings(recipe, parse_sources(recipe.data, recipe.data_root))
+            | {"data": recipe.data, "held_out": recipe.held_out}  # as files below --data_root
+            | {"calibration": [[Path(path).name, file_sha256(path)] for path in comparison.calibration]}
+        )
+    )
 
 
 def _cell(

@@ -92,9 +92,9 @@ class PackedRows(TorchIterableDataset):
         self.snapshots: deque[tuple[int, tuple[Piece, ...], list[dict[str, Any]]]] = deque(maxlen=SNAPSHOTS)
 
     def fresh(self) -> "PackedRows":
-        """The same mixture from its beginning."""
+        """The same mixture from its beginning, for what is not training: as many passes as it takes."""
         sources = [cursor.source for cursor in self.cursors]
-        return PackedRows(sources, self.tokenizer, self.length, self.excluded, self.max_passes)
+        return PackedRows(sources, self.tokenizer, self.length, self.excluded)
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
         shares = [cursor.source.weight for cursor in self.cursors]

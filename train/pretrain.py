@@ -7,6 +7,7 @@ of a run is given in tokens, since time means little on a shared machine.
 import logging
 import math
 import os
+import shutil
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,8 @@ from typing import Any
 
 import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerState, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 
 from osprey.train.calibration import calibrate_norm
 from osprey.train.checkpoints import (
@@ -26,6 +28,7 @@ from osprey.train.checkpoints import (
     provenance,
     public_name,
     versions,
+    weights_sha256,
     write_json,
 )
 from osprey.train.data import Source, check_source, parse_sources
@@ -33,7 +36,8 @@ from osprey.train.dry_run import dry_run
 from osprey.train.packing import PackedRows
 from osprey.train.perplexity import held_out_losses, perplexities
 from osprey.train.precision import use_bf16
-from osprey.train.pretrain_resume import last_checkpoint, read_checkpoint, refuse_another_recipe
+from osprey.train.pretrain_checks import refuse_collisions, refuse_settings
+from osprey.train.pretrain_resume import last_checkpoint, read_checkpoint, refuse_another_recipe, refuse_checkpoints
 from osprey.train.pretrain_trainer import make_settings, make_trainer
 from osprey.train.prune import load_config, load_source
 
@@ -115,7 +119,7 @@ class PretrainArguments:
     model_config: dict | None = field(
         default=None, metadata={"help": "in a recipe: the model's config, for a dry run before the model is there"}
     )
-    overwrite: bool = field(default=False, metadata={"help": "replace the folder if it exists"})
+    overwrite: bool = field(default=False, metadata={"help": "replace the folder if it exists, and OUT.run"})
 
     @property
     def step_rows(self) -> int:
@@ -143,16 +147,19 @@ def pretrain(arguments: PretrainArguments) -> dict[str, Any]:
     """
     sources = parse_sources(arguments.data, arguments.data_root)
     held_out = [check_source(Path(arguments.data_root) / path) for path in arguments.held_out]
-    _refuse_settings(arguments)
+    refuse_settings(arguments)
+    refuse_collisions(sources, held_out)
     if arguments.dry_run:
         return dry_run(arguments, sources)
     load_config(arguments.model)  # refuses an unsupported family
     run = Path(f"{arguments.out}.run")
     checkpoint = last_checkpoint(run) if arguments.resume else None
     state = read_checkpoint(checkpoint) if checkpoint is not None else {}
-    recipe = _recipe(arguments, sources)
+    recipe = recipe_settings(arguments, sources)
     if checkpoint is not None:
         refuse_another_recipe(recipe, state.get("recipe"), checkpoint)
+    elif not arguments.overwrite:
+        refuse_checkpoints(run)
     if Path(arguments.out).exists() and not arguments.overwrite:  # in every process, not in the writing one alone
         raise FileExistsError(f"{arguments.out} exists already: choose another --out, or give --overwrite.")
     settings = make_settings(arguments, run)
@@ -194,7 +201,13 @@ def pretrain(arguments: PretrainArguments) -> dict[str, Any]:
         trainer = make_trainer(arguments, settings, model, teacher, rows, run_state, evaluate if held_out else None)
         if checkpoint is not None:
             rows.load_state_dict(state)
-        trainer.train(resume_from_checkpoint=checkpoint)
+            trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        elif main:
+            shutil.rmtree(run, ignore_errors=True)  # of the run that --overwrite replaces
+        if trainer.state.global_step < arguments.steps:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        else:  # the Trainer would take one step more
+            model.load_state_dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict())
         after = evaluate(arguments.final_eval_tokens) if held_out else {}
         if after:
             logger.info("held-out perplexity after: %s", after)
@@ -226,15 +239,6 @@ def pretrain(arguments: PretrainArguments) -> dict[str, Any]:
     return record
 
 
-def _refuse_settings(arguments: PretrainArguments) -> None:
-    if arguments.tokens < 1 or arguments.length < 2:
-        raise ValueError("--tokens must be at least 1 and --length at least 2.")
-    if not 0 < arguments.distill_share <= 1:
-        raise ValueError(f"--distill_share {arguments.distill_share} must be more than 0 and at most 1.")
-    if not 0 <= arguments.warmup + (arguments.decay if arguments.schedule == "wsd" else 0) <= 1:
-        raise ValueError("--warmup and --decay are shares of the steps: together they must not exceed 1.")
-
-
 def _teacher(arguments: PretrainArguments, model: PreTrainedModel) -> PreTrainedModel:
     teacher = load_source(arguments.distill_from)[0]
     if teacher.config.vocab_size != model.config.vocab_size:
@@ -246,13 +250,16 @@ def _teacher(arguments: PretrainArguments, model: PreTrainedModel) -> PreTrained
     return teacher.to(model.device, dtype).eval().requires_grad_(False)
 
 
-def _recipe(arguments: PretrainArguments, sources: list[Source]) -> dict[str, Any]:
-    """The settings without this machine's paths."""
+def recipe_settings(arguments: PretrainArguments, sources: list[Source]) -> dict[str, Any]:
+    """The settings without this machine's paths, with what tells the weights of the models apart."""
     places = ("data", "data_root", "held_out", "model", "out", "resume", "overwrite", "dry_run", "model_config")
     recipe = {name: value for name, value in asdict(arguments).items() if name not in places}
-    recipe["distill_from"] = arguments.distill_from and public_name(arguments.distill_from)
+    if arguments.distill_from is not None:
+        recipe["distill_from"] = public_name(arguments.distill_from)
+        recipe["distill_from_sha256"] = weights_sha256(arguments.distill_from)
     return recipe | {
         "model": public_name(arguments.model),
+        "model_sha256": weights_sha256(arguments.model),
         "data": {source.name: source.weight for source in sources},
         "step_rows": arguments.step_rows,
     }

@@ -10,8 +10,22 @@ STATE_FILE = "data_state.json"  # written last: a checkpoint without it was cut 
 # What may change between the parts of a run: nothing of it changes a step that both would have taken.
 FREE = {
     *("log_steps", "report_to", "save_steps", "eval_steps", "eval_tokens", "final_eval_tokens", "max_passes"),
-    *("batch_rows", "accumulation"),  # as long as their product over the processes, `step_rows`, stays
 }
+# May change as long as their product over the processes, `step_rows`, stays; not with a sampled softmax, which draws
+# its ids for each forward pass.
+BATCH_SHAPE = {"batch_rows", "accumulation"}
+
+
+def whole_checkpoints(run: Path) -> list[Path]:
+    return [path.parent for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{STATE_FILE}")]
+
+
+def refuse_checkpoints(run: Path) -> None:
+    """Raises `FileExistsError` where a new run would go on top of another's checkpoints."""
+    if whole_checkpoints(run):
+        raise FileExistsError(
+            f"{run} holds checkpoints of a run: give --resume to go on from them, or --overwrite to clear them."
+        )
 
 
 def last_checkpoint(run: Path) -> Path:
@@ -20,7 +34,7 @@ def last_checkpoint(run: Path) -> Path:
     Raises:
         FileNotFoundError: there is none.
     """
-    whole = [path.parent for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{STATE_FILE}")]
+    whole = whole_checkpoints(run)
     if not whole:
         raise FileNotFoundError(f"there is no checkpoint in {run} to go on from; run without --resume.")
     return max(whole, key=lambda path: int(path.name.rsplit("-", 1)[1]))
@@ -53,7 +67,8 @@ def refuse_another_recipe(recipe: dict[str, Any], old: dict[str, Any] | None, ch
             f"{checkpoint} belongs to a run of {old['tokens']:g} tokens: --tokens {recipe['tokens']:g} is fewer."
         )
     # A setting that one of them lacks came with a later version: its default is what the earlier one did.
-    shared = old.keys() & recipe.keys() - FREE - {"tokens"}
+    free = FREE | BATCH_SHAPE if recipe["softmax_ids"] is None else FREE
+    shared = old.keys() & recipe.keys() - free - {"tokens"}
     changed = sorted(name for name in shared if old[name] != recipe[name])
     if changed:
         listed = "; ".join(f"{name} was {old[name]}, is {recipe[name]}" for name in changed)

@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from osprey.train.callbacks import StopAtNan
 from osprey.train.checkpoints import write_json
 from osprey.train.heap import keep_freed_memory
 from osprey.train.linear_loss import SampledVocabulary, use_linear_cross_entropy
@@ -73,6 +74,7 @@ def make_settings(arguments: PretrainArguments, run: Path) -> TrainingArguments:
         use_cpu=device_type == "cpu",
         seed=arguments.seed,
         logging_steps=arguments.log_steps,
+        logging_nan_inf_filter=False,
         save_steps=arguments.save_steps,
         save_total_limit=2,
         ignore_data_skip=True,  # PackedRows goes on by itself
@@ -108,10 +110,12 @@ def make_trainer(
     """
     if model.device.type == "cpu":
         keep_freed_memory()
-    sampled = sampled_vocabulary(rows, model.config.vocab_size, arguments.softmax_ids)
+    counted = min(COUNTED_TOKENS, arguments.steps * arguments.step_tokens)
+    sampled = sampled_vocabulary(rows, model.config.vocab_size, arguments.softmax_ids, counted)
     use_linear_cross_entropy(model, sampled, teacher, arguments.distill_share)
     trainer = WholeCheckpoints(model, settings, train_dataset=rows, data_collator=default_data_collator)
     trainer.remove_callback(PrinterCallback)  # one line a log instead of its dictionaries
+    trainer.add_callback(_StopAtNan)
     if settings.process_index == 0:
         trainer.add_callback(_Progress(arguments.step_tokens))
     if evaluate is not None:
@@ -120,12 +124,12 @@ def make_trainer(
     return trainer
 
 
-def sampled_vocabulary(rows: PackedRows, vocab_size: int, size: int | None) -> SampledVocabulary | None:
-    """The most frequent ids of the beginning of the mixture, and room for random ones; None for the whole softmax."""
+def sampled_vocabulary(rows: PackedRows, vocab_size: int, size: int | None, counted: int) -> SampledVocabulary | None:
+    """The most frequent ids of the first `counted` tokens, and room for random ones; None for the whole softmax."""
     if size is None or size >= vocab_size:
         return None
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for row in islice(rows.fresh(), math.ceil(COUNTED_TOKENS / rows.length)):
+    for row in islice(rows.fresh(), math.ceil(counted / rows.length)):
         counts += torch.bincount(torch.tensor(row["input_ids"]), minlength=vocab_size)
     frequent = size * 2 // 3
     return SampledVocabulary(counts.topk(frequent).indices, size - frequent, vocab_size)
@@ -142,6 +146,17 @@ class WholeCheckpoints(Trainer):
             shutil.rmtree(folder, ignore_errors=True)
             raise OSError(
                 f"the checkpoint {folder} cannot be written ({' '.join(str(error).split())}): make room and --resume."
+            ) from error
+
+
+class _StopAtNan(StopAtNan):
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        try:
+            super().on_pre_optimizer_step(args, state, control, **kwargs)
+        except ValueError as error:  # a run of this stage cannot go on with another learning rate
+            raise ValueError(
+                f"The gradients of step {state.global_step + 1} are not finite: start again with --overwrite and a "
+                "lower --learning_rate."
             ) from error
 
 

@@ -35,8 +35,8 @@ def training_throughput(measured: ThroughputArguments, recipe: PretrainArguments
     """Times optimizer steps of `recipe` (the median counts) and square matrix products before and after them.
 
     `share_of_bound` is the arithmetic of a step's matrix products (`flops_per_token`, three times) in its time, over
-    the speed of the square products: 1 would be a step that does nothing else, at their speed. On a CPU both are also
-    measured in the time that the process was given (`cpu`), which other processes on the machine do not change much.
+    the speed of the square products: 1 would be a step that does nothing else, at their speed. On one thread of a
+    CPU both are also measured in the time that it was given (`cpu`), which other processes do not change much.
     """
     recipe = replace(recipe, tokens=(measured.measured_steps + 5) * recipe.step_tokens)
     with tempfile.TemporaryDirectory() as run:
@@ -50,8 +50,8 @@ def training_throughput(measured: ThroughputArguments, recipe: PretrainArguments
         trainer.add_callback(times)
         device_type = model.device.type
         clocks = {"wall": time.perf_counter}
-        if device_type == "cpu":
-            clocks["cpu"] = lambda: time.process_time() / torch.get_num_threads()
+        if device_type == "cpu" and torch.get_num_threads() == 1:  # several would not all be busy all the time
+            clocks["cpu"] = time.process_time
         dtype = torch.bfloat16 if use_bf16(recipe.precision, device_type) else torch.float32
         before = {name: matmul_flops(device_type, dtype, clock=clock) for name, clock in clocks.items()}
         times.clocks = clocks

@@ -13,6 +13,11 @@ class Cooking:
     dish: str
     guest: str = "nobody"
     minutes: int = field(default=5, metadata={"help": "how long"})
+    heat: str = field(default="low", metadata={"choices": ("low", "high")})
+    spices: list[str] = field(default_factory=list)
+    salt: float | None = None
+    stirred: bool = True
+    oven: dict | None = None
 
 
 def test_positionals_recipe_and_flags(tmp_path):
@@ -41,6 +46,36 @@ def test_mistakes(argv, message):
     with pytest.raises((ValueError, OSError), match=message) as error:
         parse(Cooking, argv, "cook", None, "dish")
     assert "usage" not in str(error.value)
+
+
+def test_a_recipe_is_converted_as_flags_are(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("{heat: high, spices: [thyme, 7], salt: 1e-3, stirred: false, oven: {celsius: 200}, guest: 5}")
+    expected = Cooking("soup", "5", 5, "high", ["thyme", "7"], 0.001, False, {"celsius": 200})
+    assert parse(Cooking, ["soup", "--config", str(recipe)], "cook", None, "dish")[0] == expected
+    recipe.write_text("{salt: null}")
+    assert parse(Cooking, ["soup", "--config", str(recipe)], "cook", None, "dish")[0] == Cooking("soup")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("heat: hgh", "heat: invalid choice: 'hgh'"),
+        ("minutes: 7.5", "minutes: invalid int value: '7.5'"),
+        ("minutes: true", "minutes: invalid int value: 'True'"),
+        ("minutes: null", "minutes: there is no value"),
+        ("dish: null", "dish: there is no value"),
+        ("spices: thyme", "spices: must be a list, such as .thyme."),
+        ("guest: [you, me]", r"guest: must be one value, not \['you', 'me'\]"),
+        ("salt: much", "salt: invalid float value: 'much'"),
+        ("stirred: 5", "stirred: "),
+    ],
+)
+def test_mistakes_in_a_recipe(tmp_path, entry, message):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(entry + "\n")
+    with pytest.raises(ValueError, match=f"the recipe .*recipe.yaml: {message}"):
+        parse(Cooking, ["--config", str(recipe)], "cook", None)
 
 
 def test_the_command_prints_one_line(capsys):

@@ -1,8 +1,10 @@
 """The comparison of pruning strategies goes on where it was; the throughput's figures fit together."""
 
 import json
+import runpy
 
 import pytest
+import torch
 from bytes_tokenizer import VOCABULARY, bytes_tokenizer
 from tiny import tiny_target
 
@@ -51,11 +53,39 @@ def test_comparison_goes_on_with_what_is_missing(flags, tmp_path, monkeypatch, c
     assert f"| influence | 1 | {cell['layer_ids'][0]} |" in printed
     assert f"| source |  | {results['source']['en']:.2f} | {results['source']['fr']:.2f} |" in printed
     assert not list((tmp_path / "out").glob("*.run"))
-    with pytest.raises(ValueError, match="was made with .*: give the same settings, or another --out"):
-        command.main([*flags, "--tokens", "1024"])
+    changes = {
+        ("--tokens", "1024"): "tokens was 512.0, is 1024.0",
+        ("--seed", "1"): "seed was 0, is 1",
+        ("--held_out", "held_en.jsonl"): r"held_out was \['held_en.jsonl', 'held_fr.jsonl'\], is \['held_en.jsonl'\]",
+        (
+            "--calibration",
+            str(tmp_path / "held_fr.jsonl"),
+        ): r"calibration was \[\], is \[\['held_fr.jsonl', '[0-9a-f]{64}",
+    }
+    for change, message in changes.items():
+        with pytest.raises(
+            ValueError, match=rf"was made with other settings \({message}.*: give the same, or another"
+        ):
+            command.main([*flags, *change])
+    # Version 0.1.0 stored three of the settings.
+    old = {name: results["settings"][name] for name in ("tokens", "learning_rate", "data")}
+    (tmp_path / "out" / "comparison.json").write_text(json.dumps(results | {"settings": old}))
+    assert command.main([*flags, "--seed", "1"]) == 0
+    (tmp_path / "out" / "comparison.json").write_text(json.dumps(results))
+    tiny_target(vocab_size=VOCABULARY, seed=3).save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match=r"made with other settings \(model_sha256 was"):
+        command.main(flags)
 
 
-def test_throughput(flags, capsys):
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_throughput(flags, capsys, threads):
+    threads(1)
     assert throughput.main([*flags, "--measured_steps", "3"]) == 0
     result = json.loads(capsys.readouterr().out)
     config = tiny_target(vocab_size=VOCABULARY).config
@@ -65,3 +95,21 @@ def test_throughput(flags, capsys):
         assert found["tokens_per_second"] == pytest.approx(64 / found["seconds_per_step"], rel=0.05)
         assert 0 < found["share_of_bound"] < 1
         assert found["gflops"] < min(found["matmul_gflops"])
+    threads(2)
+    assert throughput.main([*flags, "--measured_steps", "3"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["threads"] == 2
+    assert "cpu" not in result
+
+
+@pytest.mark.parametrize("module", ["compare_pruning", "throughput"])
+def test_modules_refuse_in_one_sentence(module, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "sys.argv", [module, "nowhere", "--data", "none.jsonl", "--out", "unused", "--held_out", "none"]
+    )
+    with pytest.raises(SystemExit) as status:
+        runpy.run_module(f"osprey.cli.{module}", run_name="__main__")
+    assert status.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"{module}: ")
+    assert error.count("\n") == 1
