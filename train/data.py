@@ -12,6 +12,8 @@ import pyarrow.parquet
 from datasets import IterableDataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
+from osprey.train.errors import first_line
+
 HUB = "hub:"
 FILE_TYPES = ".jsonl, .jsonl.gz, .txt, .txt.gz and .parquet"
 
@@ -140,9 +142,3 @@ def encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, name: str) -
     if whole and tokenizer.eos_token_id is not None and token_ids[-1:] != [tokenizer.eos_token_id]:
         token_ids.append(tokenizer.eos_token_id)
     return token_ids
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line; of a wrapped one, what the inner says."""
-    cause = error.__cause__ or error
-    return next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)

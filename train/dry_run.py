@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from osprey.train.cost import flops_per_token
-from osprey.train.data import Source, documents, encode, first_line
+from osprey.train.cost import flops_per_token, meta_parameters
+from osprey.train.data import Source, documents, encode
+from osprey.train.errors import first_line
 from osprey.train.precision import use_bf16
-from osprey.train.prune import load_config
+from osprey.train.prune import load_config, refuse_family
 
 if TYPE_CHECKING:
     from osprey.train.pretrain import PretrainArguments
@@ -27,8 +28,9 @@ EFFICIENCY = 0.6  # share of the machine's matrix-product speed that training is
 def dry_run(arguments: PretrainArguments, sources: list[Source]) -> dict[str, Any]:
     """Builds the model on the meta device and reads ten documents.
 
-    Memory is that of weights, gradients and AdamW's two moments in fp32, and of the activations that the backward pass
-    needs, for each process; time is that of the matrix products at `EFFICIENCY` of what this machine does now.
+    Memory is that of weights, gradients and AdamW's two moments in fp32, of the activations that the backward pass
+    needs, and of the source that is distilled from, for each process; time is that of the matrix products at
+    `EFFICIENCY` of what this machine does now.
 
     Raises:
         ValueError: the model's family is not supported, or its config is not there.
@@ -36,6 +38,7 @@ def dry_run(arguments: PretrainArguments, sources: list[Source]) -> dict[str, An
     if Path(arguments.model).exists() or arguments.model_config is None:
         config = load_config(arguments.model)
     else:
+        refuse_family("model_config", arguments.model_config.get("model_type"))
         config = AutoConfig.for_model(**arguments.model_config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -48,6 +51,11 @@ def dry_run(arguments: PretrainArguments, sources: list[Source]) -> dict[str, An
     bf16 = use_bf16(arguments.precision, device_type)
     head_rows = min(arguments.softmax_ids or config.vocab_size, config.vocab_size)
     flops = 3 * flops_per_token(config, arguments.length, head_rows) * arguments.steps * arguments.step_tokens
+    memory = 16 * parameters - 12 * frozen + activation_bytes(config, arguments, head_rows, bf16)
+    if arguments.distill_from is not None:  # a forward pass of the source, frozen, without what a backward pass needs
+        teacher = load_config(arguments.distill_from)
+        memory += meta_parameters(teacher) * (2 if bf16 else 4)
+        flops += flops_per_token(teacher, arguments.length, head_rows) * arguments.steps * arguments.step_tokens
     speed = matmul_flops(device_type, torch.bfloat16 if bf16 else torch.float32)
     processes = arguments.step_rows // (arguments.batch_rows * arguments.accumulation)
     return {
@@ -59,7 +67,7 @@ def dry_run(arguments: PretrainArguments, sources: list[Source]) -> dict[str, An
         "steps": arguments.steps,
         "step_tokens": arguments.step_tokens,
         "tokens": arguments.steps * arguments.step_tokens,
-        "memory_bytes": 16 * parameters - 12 * frozen + activation_bytes(config, arguments, head_rows, bf16),
+        "memory_bytes": memory,
         "flops": flops,
         "machine_flops_per_second": round(speed),
         "seconds": round(flops / (speed * EFFICIENCY * processes)),

@@ -13,7 +13,8 @@ from datasets import IterableDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from osprey.train.data import Source, documents, encode, first_line
+from osprey.train.data import Source, documents, encode
+from osprey.train.errors import first_line
 from osprey.train.linear_loss import IGNORE
 
 SNAPSHOTS = 4096  # positions that can be saved: more than the rows a data loader fetches ahead

@@ -3,7 +3,6 @@
 from contextlib import AbstractContextManager
 
 import torch
-from transformers import TrainingArguments
 
 PRECISIONS = ("auto", "bf16", "fp32")
 
@@ -21,15 +20,6 @@ def use_bf16(precision: str, device_type: str) -> bool:
     if device_type == "cuda":
         return torch.cuda.is_bf16_supported()
     return device_type == "cpu" and torch.cpu._is_amx_tile_supported()
-
-
-def refuse_many_devices(settings: TrainingArguments) -> None:
-    """Raises `ValueError` where more than one process or card would train: neither stage shares gradients yet."""
-    if settings.world_size > 1 or settings.n_gpu > 1:
-        raise ValueError(
-            f"training uses one device, but there are {max(settings.world_size, settings.n_gpu)}: start it without a "
-            "launcher, and name one card in CUDA_VISIBLE_DEVICES."
-        )
 
 
 def autocast(precision: str, device_type: str) -> AbstractContextManager:

@@ -224,11 +224,16 @@ def load_config(source: str, revision: str | None = None) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, **options)
     except (struct.error, KeyError, UnicodeDecodeError) as error:  # of transformers' GGUF reader
         raise ValueError(f"{source} cannot be read as a GGUF file ({error}); fetch it again.") from error
-    if config.model_type not in SUPPORTED_FAMILIES:
-        raise ValueError(
-            f"{source} is a {config.model_type!r} model; blocks can be pruned from {', '.join(SUPPORTED_FAMILIES)}."
-        )
+    refuse_family(source, config.model_type)
     return config
+
+
+def refuse_family(source: str, model_type: str | None) -> None:
+    """Raises `ValueError` for a `model_type` whose blocks cannot be pruned; `source` is what the message calls it."""
+    if model_type not in SUPPORTED_FAMILIES:
+        raise ValueError(
+            f"{source} is a {model_type!r} model; blocks can be pruned from {', '.join(SUPPORTED_FAMILIES)}."
+        )
 
 
 def load_source(source: str, revision: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -10,6 +10,7 @@ from bytes_tokenizer import VOCABULARY, bytes_tokenizer
 from tiny import tiny_target
 
 from osprey.cli.main import main
+from osprey.train.cost import flops_per_token
 
 RECIPES = Path(__file__).parents[2] / "train" / "recipes"
 
@@ -82,3 +83,23 @@ def test_text_output_and_nothing_is_written(tmp_path, capsys, offline):
     assert "there is no data file none.jsonl" in capsys.readouterr().err
     assert main(["pretrain", "nowhere/at/all", *flags[2:], "--data", "hub:org/name"]) == 1
     assert "there is no model folder nowhere/at/all" in capsys.readouterr().err
+
+
+def test_a_source_that_is_distilled_from_counts(tmp_path, capsys, offline):
+    tiny_target(vocab_size=VOCABULARY, num_hidden_layers=2).save_pretrained(tmp_path / "pruned")
+    bytes_tokenizer().save_pretrained(tmp_path / "pruned")
+    source = tiny_target(vocab_size=VOCABULARY, num_hidden_layers=6)
+    source.save_pretrained(tmp_path / "source")
+    flags = [str(tmp_path / "pruned"), "--out", str(tmp_path / "out"), "--tokens", "1e6", "--precision", "fp32"]
+    flags += ["--data", "hub:org/name"]
+    alone = dry_run(capsys, *flags)
+    both = dry_run(capsys, *flags, "--distill_from", str(tmp_path / "source"))
+    assert both["memory_bytes"] - alone["memory_bytes"] == 4 * source.num_parameters()
+    assert both["flops"] - alone["flops"] == flops_per_token(source.config, 512) * alone["tokens"]
+
+
+@pytest.mark.parametrize("config", ["{vocab_size: 300}", "{model_type: gemma3_text}"])
+def test_the_family_of_a_config_in_the_recipe(tmp_path, capsys, offline, config):
+    (tmp_path / "recipe.yaml").write_text(f"model: org/none\nout: out\ndata: [hub:org/name]\nmodel_config: {config}\n")
+    assert main(["pretrain", "--config", str(tmp_path / "recipe.yaml"), "--dry_run"]) == 1
+    assert "model; blocks can be pruned from llama, " in capsys.readouterr().err
