@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from osprey.cli.convert import main
 from osprey.modeling import OspreyDrafter
 from osprey.train import align
+from osprey.train.checkpoints import cache_dir
 from osprey.train.convert import ConvertArguments, convert
 
 PADDED = BYTES + 5  # vocabularies are often padded past the tokenizer
@@ -183,6 +184,7 @@ def test_the_shortlist_counts_the_targets_own_ids_and_can_end(tmp_path, folders)
 def test_alignments_are_kept(tmp_path, folders, monkeypatch):
     folders("llama")
     convert(arguments(tmp_path))
+    assert len(list((cache_dir() / "alignments").iterdir())) == 1
     monkeypatch.setattr(align, "align_vocabularies", lambda *_: pytest.fail("aligned again"))
     convert(arguments(tmp_path, overwrite=True))
 
