@@ -20,12 +20,14 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from .controller_osprey import AdaptiveDraftLength, FixedDraftLength, statistics_of
 from .decoding_osprey import new_acceptance
 from .layers_osprey import BufferedLayer
 from .lookup_osprey import NgramIndex
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 DEFAULT_CONFIDENCE_THRESHOLD = 0.0
+DEFAULT_ADAPTIVE_DRAFT_LENGTH = False
 # Own attributes of the drafter's generation config; what transformers calls prompt_lookup_num_tokens and
 # max_matching_ngram_size belongs to the target's, and means decoding without a drafter.
 DEFAULT_LOOKUP_NUM_TOKENS = 6
@@ -53,7 +55,8 @@ class OspreyCandidateGenerator(CandidateGenerator):
 
     What it reads from the drafter's generation config: `num_assistant_tokens` (the longest draft),
     `assistant_confidence_threshold` (a draft ends where the drafter's probability of all of it is below),
-    `lookup_num_tokens` (the longest copy, 0 for none) and `lookup_ngram_size` (how many last tokens must recur).
+    `lookup_num_tokens` (the longest copy, 0 for none), `lookup_ngram_size` (how many last tokens must recur) and
+    `adaptive_draft_length` (let measured costs and acceptance choose each round's length instead of the threshold).
 
     Args:
         drafter: an `OspreyDrafterForCausalLM`; nothing is stored on it, so that threads may share one.
@@ -83,7 +86,10 @@ class OspreyCandidateGenerator(CandidateGenerator):
 
         settings = draft_settings(drafter.generation_config)
         self.num_assistant_tokens = settings["num_assistant_tokens"]
-        self.confidence_threshold = settings["confidence_threshold"]
+        if settings["adaptive_draft_length"]:
+            self.policy = AdaptiveDraftLength(statistics_of(target, drafter), self.num_assistant_tokens)
+        else:
+            self.policy = FixedDraftLength(self.num_assistant_tokens, settings["confidence_threshold"])
         self.lookup_num_tokens = settings["lookup_num_tokens"]
         self.ngrams = NgramIndex(settings["lookup_ngram_size"], max(LONGEST_NGRAM, settings["lookup_ngram_size"]))
         self.max_length = generation_config.max_length
@@ -118,29 +124,35 @@ class OspreyCandidateGenerator(CandidateGenerator):
         if is_first_iteration:  # the target has not run yet, there is nothing to read
             self.model_kwargs_overrides |= self.uncached_inputs(input_ids, model_kwargs or {})
             return input_ids, None
+        self.policy.start_round()
         room = self.max_length - length - 1
         if room <= 0:
             return input_ids, None
         self.read_target(input_ids, model_kwargs or {}, model_outputs, n_last_matches)
-        copied = self.look_up(input_ids, room)  # [1, copied]
+        copied, budget = self.plan(input_ids, room)  # [1, copied]
         candidate_ids = torch.cat([input_ids, copied], dim=-1)
         scores = [self.certain_scores(copied)] if copied.shape[1] > 0 and self.returns_scores else []
         ended = copied.shape[1] > 0 and copied[0, -1].item() in self.eos_token_ids
-        if copied.shape[1] < min(self.num_assistant_tokens, room) and not ended:
-            candidate_ids, scores = self.draft(candidate_ids, scores, length, min(self.num_assistant_tokens, room))
+        if copied.shape[1] < budget and not ended:
+            candidate_ids, scores = self.draft(candidate_ids, scores, length, budget)
         self.num_drafted = candidate_ids.shape[1] - length
+        self.policy.end_round()
         return candidate_ids, torch.cat(scores, dim=1) if scores else None
 
-    def look_up(self, input_ids: torch.LongTensor, room: int) -> torch.LongTensor:
-        """What followed where the last tokens occurred before, up to an end token, `[1, at most room]`."""
-        copied: list[int] = []
-        if self.lookup_num_tokens > 0:
-            self.ngrams.extend(input_ids[0, len(self.ngrams.tokens) :].tolist())
-            position = self.ngrams.find()
-            if position is not None:
-                copied = self.ngrams.copy(position, min(self.lookup_num_tokens, room))
+    def plan(self, input_ids: torch.LongTensor, room: int) -> tuple[torch.LongTensor, int]:
+        """A copy to start the draft with (`[1, at most room]`, often empty), and the longest draft with it."""
+        copied, size = self.look_up(input_ids, room) if self.lookup_num_tokens > 0 else ([], 0)
+        num_copied, budget = self.policy.plan(size, len(copied))
+        copied = torch.tensor([copied[:num_copied]], dtype=input_ids.dtype, device=input_ids.device)
+        return copied, min(budget, room)
+
+    def look_up(self, input_ids: torch.LongTensor, room: int) -> tuple[list[int], int]:
+        """What followed where the last tokens occurred before, up to an end token, and how many of them did."""
+        self.ngrams.extend(input_ids[0, len(self.ngrams.tokens) :].tolist())
+        position, size = self.ngrams.find()
+        copied = self.ngrams.copy(position, min(self.lookup_num_tokens, room)) if size > 0 else []
         end = next((i for i, token in enumerate(copied) if token in self.eos_token_ids), len(copied))
-        return torch.tensor([copied[: end + 1]], dtype=input_ids.dtype, device=input_ids.device)
+        return copied[: end + 1], size
 
     def certain_scores(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Scores (`[1, n, V]`) of which the softmax is 1 at `tokens` (`[1, n]`): no chance had a part in copying."""
@@ -161,9 +173,8 @@ class OspreyCandidateGenerator(CandidateGenerator):
         self.num_cached += known
         positions = torch.arange(start, start + known + budget - 1, device=tokens.device)[None]
         cos, sin = drafter.rotary_emb(context, positions)  # of the whole round, [1, T + budget - 1, head_dim]
-        at = slice(0, known)
-        mask = self.causal_mask(start, known)
-        confidence = 1.0
+        at, mask = slice(0, known), self.causal_mask(start, known)
+        self.policy.start_draft(known)
         for step in range(budget):
             hidden = drafter.run_layers(
                 tokens, context, mask, cache=self.cache, position_embeddings=(cos[:, at], sin[:, at])
@@ -176,8 +187,7 @@ class OspreyCandidateGenerator(CandidateGenerator):
                 candidate_ids = torch.cat([candidate_ids, token.to(candidate_ids.device)], dim=-1)
                 if score is not None:
                     scores.append(score[:, None])
-                confidence *= probability
-                if confidence < self.confidence_threshold:
+                if not self.policy.wants_more(probability):
                     break
             tokens = candidate_ids[:, length + step : length + step + 1].to(context.device)  # [1, 1]
             at, mask = slice(known + step, known + step + 1), None
@@ -254,7 +264,7 @@ class OspreyCandidateGenerator(CandidateGenerator):
         if not self.returns_scores and len(self.logits_processor) == 0:
             best = draft_logits.argmax(dim=-1)  # [1]
             probability = 1.0
-            if self.confidence_threshold > 0:
+            if self.policy.needs_probabilities:
                 probability = draft_logits.float().softmax(dim=-1)[0, best[0]].item()
             return self.draft_ids[best][None], None, probability
         scores = self.drafter.widen_logits(draft_logits.float()).to(candidate_ids.device)  # [1, V]
@@ -270,6 +280,7 @@ class OspreyCandidateGenerator(CandidateGenerator):
     ) -> None:
         """Called after each forward of the target; all but the prefill are verifications."""
         if not self.is_prefill:
+            self.policy.verified(int(num_matches))
             self.acceptance.rounds.append((self.num_drafted, int(num_matches)))
 
 
@@ -279,6 +290,7 @@ def draft_settings(own: GenerationConfig) -> dict[str, Any]:
     return {
         "num_assistant_tokens": own.num_assistant_tokens or DEFAULT_NUM_ASSISTANT_TOKENS,
         "confidence_threshold": DEFAULT_CONFIDENCE_THRESHOLD if threshold is None else threshold,
+        "adaptive_draft_length": getattr(own, "adaptive_draft_length", DEFAULT_ADAPTIVE_DRAFT_LENGTH),
         "lookup_num_tokens": getattr(own, "lookup_num_tokens", DEFAULT_LOOKUP_NUM_TOKENS),
         "lookup_ngram_size": getattr(own, "lookup_ngram_size", DEFAULT_LOOKUP_NGRAM_SIZE),
     }

@@ -24,13 +24,16 @@ class NgramIndex:
                     self.follower[tuple(self.tokens[position - size :])] = position
             self.tokens.append(token)
 
-    def find(self) -> int | None:
-        """Position behind the latest earlier occurrence of the longest ending of the text that has one."""
+    def find(self) -> tuple[int, int]:
+        """Position behind the latest earlier occurrence of the text's longest ending that has one, and its size.
+
+        The size is 0 where no ending has occurred before.
+        """
         for size in reversed(self.sizes):
             position = self.follower.get(tuple(self.tokens[-size:]))
             if position is not None:
-                return position
-        return None
+                return position, size
+        return 0, 0
 
     def copy(self, position: int, count: int) -> list[int]:
         """`count` tokens of the text from `position` on; what lies past its end repeats, as in a loop."""

@@ -1,0 +1,221 @@
+"""Draft length from costs and chances: the analytic optimum on synthetic ones, and the same text on real models."""
+
+import gc
+import itertools
+import math
+import random
+import threading
+
+import pytest
+from distributions import SIGNIFICANCE, chain_target, draw_transitions, small_drafter, transitions_p_value
+from tiny import assert_same_text, oracle, tiny_drafter, tiny_prompt, tiny_target
+
+from osprey.modeling import controller_osprey, record_acceptance
+from osprey.modeling.controller_osprey import AdaptiveDraftLength, PairStatistics, statistics_of
+
+
+class World:
+    """A target and a drafter of which only the costs, in seconds, and the chances are real; its clock is its own."""
+
+    def __init__(self, plain, rows, row, first, following, chances, seed=0, confidence=None):
+        self.plain, self.rows, self.row = plain, rows, row  # of one row; of more: rows + row * width
+        self.first, self.following, self.chances = first, following, chances
+        self.confidence = confidence or (lambda chance: chance)  # what the drafter says where the truth is `chance`
+        self.random, self.now = random.Random(seed), 0.0
+        self.pair = PairStatistics()
+
+    def verification(self, width):
+        return self.plain if width == 1 else self.rows + self.row * width
+
+    def rate_of(self, length):
+        """Tokens a second of drafting always `length` tokens of average chance."""
+        mean = sum(self.chances) / len(self.chances)
+        tokens = sum(mean**i for i in range(length + 1))
+        drafting = self.first + (length - 1) * self.following if length else 0.0
+        return tokens / (drafting + self.verification(length + 1))
+
+    def run(self, rounds, longest, copies=None, copy_chance=0.0):
+        """Plays rounds; returns tokens a second, and per round (copied, drafted)."""
+        policy = AdaptiveDraftLength(self.pair, longest, clock=lambda: self.now)
+        tokens, start, done = 0, self.now, []
+        for index in range(rounds):
+            policy.start_round()
+            available = copies if copies and index % 2 == 0 else 0
+            copied, budget = policy.plan(4 if available else 0, available)
+            chances = [copy_chance] * copied
+            if budget:
+                policy.start_draft(1)
+                for step in range(budget):
+                    self.now += self.following if step else self.first
+                    chances.append(self.random.choice(self.chances))
+                    if not policy.wants_more(self.confidence(chances[-1])):
+                        break
+            policy.end_round()
+            self.now += self.verification(len(chances) + 1)
+            accepted = next((i for i, chance in enumerate(chances) if self.random.random() >= chance), len(chances))
+            policy.verified(accepted)
+            tokens += accepted + 1
+            done.append((copied, len(chances) - copied))
+        return tokens / (self.now - start), done
+
+
+COSTS = {
+    "cheap rows": {"plain": 1.0, "rows": 0.95, "row": 0.02, "first": 0.08, "following": 0.05},
+    "dear rows": {"plain": 1.0, "rows": 1.3, "row": 0.10, "first": 0.08, "following": 0.05},
+    "dear drafts": {"plain": 1.0, "rows": 1.0, "row": 0.02, "first": 0.5, "following": 0.4},
+}
+
+
+@pytest.mark.parametrize("chance", [0.15, 0.5, 0.9])
+@pytest.mark.parametrize("costs", COSTS)
+def test_the_analytic_optimum(costs, chance):
+    """With one chance for all tokens the best policy is a fixed length, which can be computed."""
+    world = World(**COSTS[costs], chances=[chance])
+    rates = [world.rate_of(length) for length in range(9)]
+    best = max(range(9), key=rates.__getitem__)
+    world.run(300, 8)  # learns
+    _, done = world.run(600, 8)
+    lengths = [drafted for _, drafted in done]
+    usual = max(set(lengths), key=lengths.count)
+    assert rates[usual] > 0.97 * rates[best], (usual, best, rates)
+    mean_rate = sum(rates[length] for length in lengths) / len(lengths)
+    assert mean_rate > 0.96 * rates[best]
+    if best == 0:  # never slower than plain by more than the probes cost
+        assert mean_rate > 0.98
+    elif rates[best] > 1.15 * rates[0]:  # no near-tie with plain steps
+        assert lengths.count(0) < 0.1 * len(lengths)
+
+
+def test_confidences_are_used_and_corrected():
+    """Half the tokens are sure and half hopeless: stopping behind a hopeless one beats every fixed length."""
+    for confidence in (None, lambda chance: 0.95 if chance > 0.5 else 0.75):  # also from a drafter that boasts
+        world = World(**COSTS["dear drafts"] | {"first": 0.25, "following": 0.25}, chances=[0.95, 0.05])
+        world.confidence = confidence or world.confidence
+        world.run(400, 6)
+        rate, _ = world.run(4000, 6)
+        mean = world.rate_of
+        assert rate > 1.02 * max(mean(length) for length in range(7))
+
+
+@pytest.mark.parametrize(("chance", "copies_pay"), [(0.9, True), (0.02, False)])
+def test_copies_are_used_where_they_pay(chance, copies_pay):
+    world = World(**COSTS["cheap rows"] | {"rows": 1.0}, chances=[0.5])
+    world.run(100, 5)
+    _, done = world.run(400, 5, copies=6, copy_chance=chance)
+    share = sum(copied > 0 for copied, _ in done[50:]) / len(done[50:])
+    assert share > 0.45 if copies_pay else share < 0.1
+    assert not copies_pay or max(copied for copied, _ in done) == 6
+
+
+def test_it_comes_back_when_drafting_pays_again():
+    world = World(**COSTS["cheap rows"], chances=[0.01])
+    world.run(300, 5)
+    _, done = world.run(100, 5)
+    assert sum(drafted == 0 for _, drafted in done) > 85 and any(drafted > 0 for _, drafted in done)
+    world.chances = [0.9]
+    _, done = world.run(600, 5)
+    assert sum(drafted > 2 for _, drafted in done[300:]) > 280
+
+
+def test_the_same_costs_give_the_same_choices():
+    runs = [World(**COSTS["dear rows"], chances=[0.2, 0.8], seed=4).run(300, 6) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def adaptive(drafter, longest=5):
+    drafter.generation_config.adaptive_draft_length = True
+    drafter.generation_config.num_assistant_tokens = longest
+    return drafter
+
+
+@pytest.fixture
+def ticking(monkeypatch):
+    """A clock that a test drives: each look at it is a millisecond, or what the test sets."""
+    ticks = itertools.count()
+    monkeypatch.setattr(AdaptiveDraftLength.__init__, "__defaults__", (lambda: next(ticks) * 1e-3,))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])
+@pytest.mark.parametrize("lookup", [0, 4])
+def test_the_text_stays(family, lookup, ticking, monkeypatch):
+    target = tiny_target(family)
+    drafter = adaptive(tiny_drafter(target))
+    drafter.generation_config.lookup_num_tokens, drafter.generation_config.lookup_ngram_size = lookup, 1
+    lengths, judged = set(), 0
+    for seed, rate in enumerate((0.0, 0.5, 0.95, 0.95, 0.95)):
+        prompt = tiny_prompt(9, seed)
+        kwargs = {"max_new_tokens": 44 + seed, "do_sample": False}  # ends at different places of a round
+        plain = target.generate(prompt, **kwargs)
+        with monkeypatch.context() as patch, record_acceptance() as calls:
+            oracle(patch, plain, rate)
+            assert_same_text(target, plain, target.generate(prompt, assistant_model=drafter, **kwargs))
+        assert 1 + sum(right + 1 for _, right in calls[0].rounds) == 44 + seed
+        lengths |= {drafted for drafted, _ in calls[0].rounds}
+        judged += sum(min(drafted, right + 1) for drafted, right in calls[0].rounds)  # up to the first rejected one
+    assert {0, 1, 5} <= lengths
+    pair = statistics_of(target, drafter)
+    assert pair.scheduled == controller_osprey.SCHEDULE_ROUNDS and {"first", "next", 1, 2, 6} <= pair.samples.keys()
+    assert lookup or pair.drafted.counts["any"][1] == judged
+
+
+def test_a_round_without_room_says_nothing(ticking, monkeypatch):
+    target = tiny_target()
+    drafter = adaptive(tiny_drafter(target))
+    plain = target.generate(tiny_prompt(), max_new_tokens=11, do_sample=False)
+    oracle(monkeypatch, plain, 1.0)
+    with record_acceptance() as calls:
+        target.generate(tiny_prompt(), max_new_tokens=11, do_sample=False, assistant_model=drafter)
+    assert calls[0].rounds == [(5, 5), (0, 0), (1, 1), (0, 0)]  # the schedule's first three, and one token left
+    assert statistics_of(target, drafter).drafted.counts["any"] == (6, 6)
+
+
+def test_sampling_is_lossless(ticking):
+    target = chain_target()
+    drafter = adaptive(small_drafter(target), 3)
+    drafter.generation_config.lookup_num_tokens, drafter.generation_config.lookup_ngram_size = 2, 1
+    counts, rounds = draw_transitions(target, drafter, {})
+    assert transitions_p_value(target, counts, {}) > SIGNIFICANCE
+    assert len({drafted for drafted, _ in rounds}) > 2
+
+
+def test_off_is_off():
+    """Without the flag nothing is measured."""
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.generation_config.adaptive_draft_length = False
+    target.generate(tiny_prompt(), max_new_tokens=24, assistant_model=drafter)
+    assert statistics_of(target, drafter).samples == {}
+
+
+def test_statistics_belong_to_a_pair_and_die_with_it():
+    target, other = tiny_target(), tiny_target()
+    drafter = tiny_drafter(target)
+    pair = statistics_of(target, drafter)
+    assert statistics_of(target, drafter) is pair
+    assert statistics_of(other, drafter) is not pair and statistics_of(target, tiny_drafter(target)) is not pair
+    before = len(controller_osprey._pairs)
+    del target, other
+    gc.collect()
+    assert len(controller_osprey._pairs) == before - 2
+
+
+def test_threads_share_a_pair(monkeypatch):
+    target = tiny_target()
+    drafter = adaptive(tiny_drafter(target))
+    plain = target.generate(tiny_prompt(), max_new_tokens=40, do_sample=False)
+    texts = []
+
+    def work():
+        for _ in range(3):
+            texts.append(target.generate(tiny_prompt(), max_new_tokens=40, do_sample=False, assistant_model=drafter))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 9
+    for text in texts:
+        assert_same_text(target, plain, text)
+    samples = statistics_of(target, drafter).samples.values()
+    assert samples and all(math.isfinite(seconds) and seconds > 0 for recent in samples for seconds in recent)
