@@ -19,6 +19,7 @@ from osprey.train.dry_run import matmul_flops
 from osprey.train.packing import PackedRows
 from osprey.train.precision import use_bf16
 from osprey.train.pretrain import PretrainArguments
+from osprey.train.pretrain_checks import refuse_settings
 from osprey.train.pretrain_trainer import make_settings, make_trainer
 
 
@@ -38,6 +39,7 @@ def training_throughput(measured: ThroughputArguments, recipe: PretrainArguments
     the speed of the square products: 1 would be a step that does nothing else, at their speed. On one thread of a
     CPU both are also measured in the time that it was given (`cpu`), which other processes do not change much.
     """
+    refuse_settings(recipe)
     recipe = replace(recipe, tokens=(measured.measured_steps + 5) * recipe.step_tokens)
     with tempfile.TemporaryDirectory() as run:
         settings = make_settings(recipe, Path(run))

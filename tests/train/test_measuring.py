@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import sys
 
 import pytest
 import torch
@@ -100,13 +101,14 @@ def test_throughput(flags, capsys, threads):
     result = json.loads(capsys.readouterr().out)
     assert result["threads"] == 2
     assert "cpu" not in result
+    with pytest.raises(ValueError, match="--batch_rows 0 must be at least 1"):
+        throughput.main([*flags, "--batch_rows", "0"])
 
 
 @pytest.mark.parametrize("module", ["compare_pruning", "throughput"])
 def test_modules_refuse_in_one_sentence(module, monkeypatch, capsys):
-    monkeypatch.setattr(
-        "sys.argv", [module, "nowhere", "--data", "none.jsonl", "--out", "unused", "--held_out", "none"]
-    )
+    monkeypatch.setattr("sys.argv", [module, "source", "--length", "long"])
+    monkeypatch.delitem(sys.modules, f"osprey.cli.{module}")  # run anew, not the one that is imported above
     with pytest.raises(SystemExit) as status:
         runpy.run_module(f"osprey.cli.{module}", run_name="__main__")
     assert status.value.code == 1
