@@ -58,6 +58,15 @@ def guarded(name: str, command: Callable[[], int]) -> int:
     """What `command` returns, and one line for what it refuses."""
     try:
         return command()
+    except ModuleNotFoundError as error:
+        if os.environ.get("OSPREY_DEBUG") == "1" or (error.name or "").split(".")[0] == "osprey":
+            raise
+        print(
+            f"{name} needs the package {error.name}, which is not installed: it comes with the extra `train` "
+            "(in a clone: .venv/bin/pip install -e '.[train]').",
+            file=sys.stderr,
+        )
+        return 1
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("OSPREY_DEBUG") == "1":
             raise

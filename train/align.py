@@ -103,6 +103,11 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], revision: str | None = 
     """
     if Path(name_or_path).is_file():
         return PreTrainedTokenizerFast(tokenizer_file=str(name_or_path))
+    is_folder = Path(name_or_path).is_dir()
+    if not is_folder and (Path(name_or_path).is_absolute() or str(name_or_path).count("/") > 1):
+        raise ValueError(f"there is no folder or tokenizer.json {name_or_path}.")  # nor can it be a Hub id
+    if is_folder and not any(Path(name_or_path).glob("tokenizer*")):
+        raise ValueError(f"{name_or_path} has no tokenizer: give a folder with a tokenizer.json.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), revision=revision or "main")
     except (OSError, ValueError, KeyError) as error:

@@ -84,3 +84,14 @@ def test_interrupt(verb, capsys):
     verb(interrupt)
     assert command.main(["prune"]) == 130
     assert capsys.readouterr().err == "osprey prune: interrupted\n"
+
+
+def test_a_missing_package_names_the_extra(verb, capsys):
+    def fail(argv):
+        raise ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow")
+
+    verb(fail)
+    assert command.main(["prune"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert "pyarrow" in shown and "'.[train]'" in shown

@@ -224,5 +224,8 @@ def test_cli_and_loading(tmp_path, capsys):
     assert main([str(tmp_path), file, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["direct"], result["single"], result["averaged"], result["unmapped"]) == (len(tokenizer), 0, 0, 0)
-    with pytest.raises(ValueError, match="No tokenizer could be loaded"):
+    with pytest.raises(ValueError, match="there is no folder"):
         load_tokenizer(tmp_path / "absent")
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        load_tokenizer(tmp_path / "bare")
