@@ -61,6 +61,11 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         help="longest copy of what followed the last tokens before, 0 for none (default: the drafter's own)",
     )
+    parser.add_argument(
+        "--adaptive",
+        action=argparse.BooleanOptionalAction,
+        help="let measured costs and acceptance choose each draft's length (default: the drafter's own)",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
     parser.add_argument("--seed", type=int, default=0, help="for sampling")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there")
@@ -145,6 +150,8 @@ def load_pair(arguments: argparse.Namespace, drafter_path: str, prompts: list[Pr
         drafter.generation_config.assistant_confidence_threshold = arguments.confidence_threshold
     if arguments.lookup_num_tokens is not None:
         drafter.generation_config.lookup_num_tokens = arguments.lookup_num_tokens
+    if arguments.adaptive is not None:
+        drafter.generation_config.adaptive_draft_length = arguments.adaptive
 
     pair = Pair(target, drafter, tokenizer, str(target.dtype).removeprefix("torch."))
     if on_cpu:

@@ -90,8 +90,6 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
             self.register_buffer("t2d", torch.arange(config.vocab_size) < draft_vocab_size)
         self.post_init()
         self.freeze_tied_shortlist()
-        # Where it says that it was made from a model's config, loading drops the attributes that are our own.
-        self.generation_config._from_model_config = None
 
     @property
     def has_tied_shortlist(self) -> bool:
@@ -251,6 +249,11 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
     ):
         call = AssistedCall(self, stopping_criteria, streamer, kwargs.get("cache"), input_ids.shape[1])
         return call.run(assisted_decoding, input_ids, **kwargs)
+
+    def save_pretrained(self, *args, **kwargs):
+        # A generation config that says it was made from a model's config loses our own attributes when it is loaded.
+        self.generation_config._from_model_config = None
+        super().save_pretrained(*args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):

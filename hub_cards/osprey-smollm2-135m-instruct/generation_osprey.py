@@ -30,8 +30,8 @@ DEFAULT_CONFIDENCE_THRESHOLD = 0.0
 DEFAULT_ADAPTIVE_DRAFT_LENGTH = False
 # Own attributes of the drafter's generation config; what transformers calls prompt_lookup_num_tokens and
 # max_matching_ngram_size belongs to the target's, and means decoding without a drafter.
-DEFAULT_LOOKUP_NUM_TOKENS = 6
-DEFAULT_LOOKUP_NGRAM_SIZE = 3
+DEFAULT_LOOKUP_NUM_TOKENS = 10
+DEFAULT_LOOKUP_NGRAM_SIZE = 2
 LONGEST_NGRAM = 5
 
 

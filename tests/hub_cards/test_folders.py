@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import GenerationConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = sorted(path.parent for path in (ROOT / "hub_cards").glob("*/config.json"))
@@ -15,6 +16,14 @@ def test_remote_code_is_the_package_s(folder):
     theirs = {path.name: path.read_bytes() for path in folder.glob("*.py")}
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []  # else stale: copy them again
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_every_draft_setting_is_read(folder):
+    """One that transformers drops would silently leave the default in its place."""
+    loaded = GenerationConfig.from_pretrained(folder)
+    for name, value in json.loads((folder / "generation_config.json").read_text()).items():
+        assert name == "transformers_version" or getattr(loaded, name) == value, name
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
