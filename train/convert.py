@@ -92,8 +92,7 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
         alignment = cached_alignment(load_tokenizer(arguments.backbone), target_tokenizer)
         if not arguments.force:
             alignment.refuse_if_poor()
-        if hasattr(config, "target_num_tokens"):  # rows behind these only pad the vocabulary
-            config.target_num_tokens = min(len(alignment.kinds), config.vocab_size)
+        config.target_num_tokens = min(len(alignment.kinds), config.vocab_size)  # rows behind these are padding
         shortlist, shortlist_record = None, None
         if arguments.draft_vocab_size is not None:
             counts = count_tokens(target_tokenizer, arguments.frequencies, arguments.response_weight)

@@ -89,7 +89,6 @@ def make_eagle3(target: PreTrainedModel, like: OspreyDrafterForCausalLM, layers:
             name: getattr(like.config, name)
             for name in ("draft_vocab_size", "target", "target_revision", "target_num_hidden_layers")
             + ("target_num_tokens", "target_layer_ids", "bos_token_id", "eos_token_id", "pad_token_id")
-            if hasattr(like.config, name)
         },
     )
     torch.manual_seed(seed)
