@@ -244,38 +244,46 @@ class OspreyDistillationTrainer(GKDTrainer):
         """
         dataset, steps = self.eval_dataset if eval_dataset is None else eval_dataset, self.args.unroll_steps
         start = time.perf_counter()
-        was_training = self.model.training
-        self.model.eval()
+        answers, loss = self.simulate(dataset)
         rounds: dict[str, list[tuple[int, int]]] = {}  # by language
-        depth_hits, depth_tries = torch.zeros(steps), torch.zeros(steps)
-        loss, batches = 0.0, 0
-        order = sorted(range(len(dataset)), key=lambda i: dataset.rows[i]["length"])
-        for begin in range(0, len(order), self.args.eval_batch_size):
-            indices = order[begin : begin + self.args.eval_batch_size]
-            inputs = self.with_target(self._prepare_inputs(collate([dataset[i] for i in indices])))
-            chains = find_chains(inputs["response_mask"], steps)
-            with autocast(self.args.precision, self.args.device.type):
-                own_tokens = nn.functional.pad(inputs["input_ids"][:, 1:], (0, 1), value=-1)  # [B, T]
-                results = self.draft(inputs, chains, own_tokens, first_step_everywhere=False)
-            loss, batches = loss + float(results.loss), batches + 1
-            lengths = accepted_lengths(results.hits_by_chain(chains))  # [B, A]
+        tries, hits = [0] * steps, [0] * steps
+        for index, answer in answers.items():
+            rounds.setdefault(dataset.rows[index]["language"] or "?", []).extend(walk_rounds(answer.accepted, steps))
             for k in range(steps):
-                tried = (chains.num_steps > k) & (lengths >= k)
-                depth_tries[k] += tried.sum().cpu()
-                depth_hits[k] += (tried & (lengths > k)).sum().cpu()
-            for row, index in enumerate(indices):
-                accepted = lengths[row][chains.num_steps[row] > 0].tolist()
-                rounds.setdefault(dataset.rows[index]["language"] or "?", []).extend(walk_rounds(accepted, steps))
-        metrics = {"loss": loss / max(batches, 1), "mal": mal(sum(rounds.values(), []))}
-        metrics |= {f"acceptance_{k}": float(depth_hits[k] / depth_tries[k].clamp(min=1)) for k in range(steps)}
+                tries[k] += sum(a >= k and n > k for a, n in zip(answer.accepted, answer.num_steps, strict=True))
+                hits[k] += sum(a > k for a in answer.accepted)
+        metrics = {"loss": loss, "mal": mal(sum(rounds.values(), []))}
+        metrics |= {f"acceptance_{k}": hits[k] / max(tries[k], 1) for k in range(steps)}
         metrics |= {f"mal_{name}": mal(some) for name, some in sorted(rounds.items(), key=lambda item: -len(item[1]))}
         metrics["runtime"] = time.perf_counter() - start
         metrics = {f"{metric_key_prefix}_{name}": round(value, 4) for name, value in metrics.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self.model.train(was_training)
         self._since += time.perf_counter() - start  # not a time in which tokens are learnt
         return metrics
+
+    @torch.no_grad()
+    def simulate(self, dataset: RowSubset) -> tuple[dict[int, "Simulated"], float]:
+        """What a draft from every position of each answer would bring, by index in `dataset`; and the mean loss."""
+        was_training = self.model.training
+        self.model.eval()
+        answers: dict[int, Simulated] = {}
+        loss, batches = 0.0, 0
+        order = sorted(range(len(dataset)), key=lambda i: dataset.rows[i]["length"])
+        for begin in range(0, len(order), self.args.eval_batch_size):
+            indices = order[begin : begin + self.args.eval_batch_size]
+            inputs = self.with_target(self._prepare_inputs(collate([dataset[i] for i in indices])))
+            chains = find_chains(inputs["response_mask"], self.args.unroll_steps)
+            with autocast(self.args.precision, self.args.device.type):
+                own_tokens = nn.functional.pad(inputs["input_ids"][:, 1:], (0, 1), value=-1)  # [B, T]
+                results = self.draft(inputs, chains, own_tokens, first_step_everywhere=False)
+            loss, batches = loss + float(results.loss), batches + 1
+            accepted = accepted_lengths(results.hits_by_chain(chains))  # [B, A]
+            for row, index in enumerate(indices):
+                real = chains.num_steps[row] > 0  # [A]
+                answers[index] = Simulated(accepted[row][real].tolist(), chains.num_steps[row][real].tolist())
+        self.model.train(was_training)
+        return answers, loss / max(batches, 1)
 
     def _track(self, name: str, sums: Tensor, counts: Tensor) -> None:
         entry = torch.stack([sums.detach(), counts.to(sums.dtype)])  # [2, K]
@@ -315,6 +323,19 @@ class DraftResults:
         steps = torch.arange(self.num_steps, device=chains.anchors.device)
         drafted = chains.num_steps > steps[:, None, None]  # [K, B, A], the order of the rows
         return torch.zeros_like(drafted).masked_scatter(drafted, self.hits).permute(1, 2, 0)
+
+
+@dataclass
+class Simulated:
+    """One answer, and a draft from each of its positions in turn.
+
+    Attributes:
+        accepted: draft tokens that are the answer's own, up to the first that is not.
+        num_steps: draft tokens that could be compared: fewer than drafted at the answer's end.
+    """
+
+    accepted: list[int]
+    num_steps: list[int]
 
 
 def mal(rounds: list[tuple[int, int]]) -> float:

@@ -1,0 +1,60 @@
+"""Matched runs on a tiny target: the rate is chosen on held-out rows, and a second start trains nothing."""
+
+import json
+import shutil
+
+import pytest
+from distill_line import flags, make_line
+
+from osprey.cli.baseline import main as baseline
+from osprey.cli.matched_runs import main
+from osprey.train import matched_runs
+
+
+@pytest.fixture
+def line(tmp_path):
+    make_line(tmp_path)
+    for seed in (0, 1):
+        name = str(tmp_path / f"eagle-{seed}")
+        assert baseline([str(tmp_path / "target"), "--like", str(tmp_path / "drafter"), "--out", name]) == 0
+    return tmp_path
+
+
+def command(line, **changes):
+    removed = ("out", "output_dir", "eval_steps", "held_out_percent")
+    settings = flags(line, "out", "runs", max_steps=2)[1:]
+    pairs = [pair for pair in zip(settings[::2], settings[1::2], strict=True) if pair[0][2:] not in removed]
+    arms = [f"ours={line / 'drafter'}", f"eagle={line}/eagle-{{seed}}", f"longer={line}/eagle-{{seed}}@3"]
+    extra = {"out": line / "matched", "output_dir": line / "run", "test_features": line / "features"} | changes
+    words = [*sum(pairs, ()), *(str(part) for name, value in extra.items() for part in (f"--{name}", value))]
+    words += ["--arms", *arms, "--groups", "all=p-", "--learning_rates", "0.01", "0.05", "--seeds", "0", "1"]
+    return [*words, "--held_out_percent", "30", "--eval_strategy", "no", "--save_strategy", "no", "--json"]
+
+
+def test_runs_are_made_once_and_compared(line, monkeypatch, capsys):
+    assert main(command(line)) == 0
+    table = json.loads(capsys.readouterr().out.splitlines()[-1])
+    runs = json.loads((line / "matched" / "runs.json").read_text())
+    # Two rates with the first seed, the better one with the second; the longer arm has no sweep of its own.
+    assert len(runs["runs"]) == 3 + 3 + 2
+    swept = table["arms"]["ours"]["swept"]
+    assert swept[f"{table['arms']['ours']['learning_rate']:g}"] == max(swept.values())
+    assert [table["arms"][arm]["steps"] for arm in ("ours", "eagle", "longer")] == [2, 2, 3]
+    assert table["arms"]["longer"]["learning_rate"] == table["arms"]["eagle"]["learning_rate"]
+    assert table["groups"]["all"]["requests"] == 24
+    for arm in ("ours", "eagle", "prompt lookup", "n-gram"):
+        assert 1.0 <= table["arms"][arm]["groups"]["all"]["mal"] <= 4.0
+
+    monkeypatch.setattr(matched_runs, "train_and_test", lambda *_: pytest.fail("trained again"))
+    assert main(command(line)) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == table
+
+
+def test_another_recipe_or_a_bad_arm_is_refused(line):
+    shutil.rmtree(line / "eagle-1")
+    with pytest.raises((ValueError, OSError)):
+        main(command(line, learning_rate=0.5))
+    with pytest.raises(ValueError, match="another recipe"):
+        main(command(line, unroll_steps=2))
+    with pytest.raises(ValueError, match="'nonsense' is not NAME=FOLDER"):
+        main([*command(line), "--arms", "nonsense"])

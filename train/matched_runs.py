@@ -1,0 +1,175 @@
+"""Matched runs: several untrained drafters, each distilled on the same data, for as long, at its own learning rate.
+
+What is compared are *arms*: the drafter of `osprey convert`, the same with random blocks or without the restore stage,
+the EAGLE-3-style baseline of `osprey baseline`. Each is trained at every learning rate with the first seed; the rate
+whose held-out acceptance is best is its own, and gets the other seeds. Test answers take no part in that choice.
+"""
+
+import copy
+import json
+import logging
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from osprey.train.checkpoints import versions, write_json
+from osprey.train.distill import drafter_sha256, load_drafter, recipe
+from osprey.train.distillation_config import OspreyDistillationConfig
+from osprey.train.distillation_trainer import OspreyDistillationTrainer
+from osprey.train.feature_data import FeatureDataset, RowSubset, split_rows
+from osprey.train.text_drafters import NgramTable, prompt_lookup
+from osprey.train.unroll import walk_rounds
+from osprey.train.whiten import whiten_context
+
+logger = logging.getLogger(__name__)
+
+RESULTS_FILE = "runs.json"
+ARM = re.compile(r"(?P<name>[\w.-]+)=(?P<folder>[^@]+)(@(?P<steps>\d+))?")
+
+
+@dataclass
+class MatchedArguments:
+    """What is compared; how each is trained is in `OspreyDistillationConfig`, but for learning rate and seed."""
+
+    arms: list[str] = field(
+        metadata={
+            "help": "NAME=FOLDER of untrained drafters, first the one that others are compared with; `{seed}` in a "
+            "folder's name stands for the seed; NAME=FOLDER@STEPS is trained for another number of steps, at the "
+            "rate found for the same folder without"
+        }
+    )
+    features: list[str] = field(metadata={"help": "feature folders that all are trained on"})
+    test_features: list[str] = field(
+        metadata={"help": "feature folders of greedy answers to other prompts, with ids GROUP/…"}
+    )
+    out: str = field(metadata={"help": "folder for the results; started again, it goes on"})
+    learning_rates: list[float] = field(default_factory=lambda: [5e-4, 1e-3, 2e-3], metadata={"help": "swept"})
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "of data order and initial weights"})
+    held_out_percent: int = field(
+        default=8, metadata={"help": "share of the training rows that the rate is chosen on"}
+    )
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    folder: str
+    steps: int | None  # None: as many as the recipe says
+
+
+def matched_runs(matched: MatchedArguments, config: OspreyDistillationConfig) -> dict[str, Any]:
+    """Trains what is missing and returns what `out`/runs.json holds: settings, `runs`, and drafters without training.
+
+    Raises:
+        ValueError: an arm cannot be read, or the folder holds runs with other settings.
+    """
+    arms = [parse_arm(text) for text in matched.arms]
+    features, test = FeatureDataset(matched.features), FeatureDataset(matched.test_features)
+    train, held_out = split_rows(features, matched.held_out_percent)
+    if not held_out.rows:
+        raise ValueError("No held-out row was written greedily (`temperature` 0): raise --held_out_percent.")
+    path = Path(matched.out) / RESULTS_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "target": features.settings["target"],
+        "features": features.identity(),
+        "test_features": test.identity(),
+        "held_out_percent": matched.held_out_percent,
+        "recipe": {k: v for k, v in recipe(config).items() if k not in ("learning_rate", "seed")},
+    }
+    results = json.loads(path.read_text()) if path.exists() else {"settings": settings, "runs": {}}
+    if results["settings"] != settings:
+        raise ValueError(f"{path} holds runs with other features or another recipe: give another --out.")
+    results |= {"versions": versions(), "seeds": matched.seeds}
+    if "without_training" not in results:
+        results["without_training"] = without_training(train, test, config.unroll_steps)
+        write_json(path, results)
+
+    runs = results["runs"]
+
+    def run(arm: Arm, rate: float, seed: int) -> dict[str, Any]:
+        key = f"{arm.name} {rate:g} {seed}"
+        folder = arm.folder.replace("{seed}", str(seed))
+        sha256 = drafter_sha256(folder)
+        if runs.get(key, {}).get("drafter") != sha256:
+            logger.info("%s: learning rate %g, seed %d", arm.name, rate, seed)
+            settings = copy.copy(config)  # its checks ran, and changed it: they are not run again
+            settings.learning_rate, settings.seed = rate, seed
+            settings.max_steps = arm.steps or config.max_steps
+            runs[key] = {"arm": arm.name, "learning_rate": rate, "seed": seed, "drafter": sha256}
+            runs[key] |= train_and_test(folder, settings, train, held_out, test)
+            write_json(path, results)
+        return runs[key]
+
+    best: dict[str, float] = {}  # by folder
+    for arm in sorted(arms, key=lambda arm: arm.steps is not None):
+        if arm.folder not in best:
+            swept = {rate: run(arm, rate, matched.seeds[0])["held_out"]["eval_mal"] for rate in matched.learning_rates}
+            best[arm.folder] = max(swept, key=swept.__getitem__)
+        for seed in matched.seeds:
+            run(arm, best[arm.folder], seed)
+    results["chosen"] = {arm.name: best[arm.folder] for arm in arms}
+    write_json(path, results)
+    return results
+
+
+def parse_arm(text: str) -> Arm:
+    match = ARM.fullmatch(text)
+    if match is None:
+        raise ValueError(f"--arms: {text!r} is not NAME=FOLDER or NAME=FOLDER@STEPS.")
+    return Arm(match["name"], match["folder"], int(match["steps"]) if match["steps"] else None)
+
+
+def train_and_test(
+    folder: str, config: OspreyDistillationConfig, train: RowSubset, held_out: RowSubset, test: FeatureDataset
+) -> dict[str, Any]:
+    """One run: what it took, its acceptance on held-out rows, and its rounds on each test answer."""
+    drafter = load_drafter(folder)
+    if config.whiten_context:
+        whiten_context(drafter, train)
+    trainer = OspreyDistillationTrainer(drafter, config, train, held_out)
+    start = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - start
+    simulated, _ = trainer.simulate(test)
+    return {
+        "parameters": sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad),
+        "steps": trainer.state.global_step,
+        "seconds": round(seconds, 1),
+        "held_out": trainer.evaluate(),
+        "answers": {
+            test.rows[index]["id"]: emitted(walk_rounds(answer.accepted, config.unroll_steps))
+            for index, answer in sorted(simulated.items())
+        },
+    }
+
+
+def without_training(train: RowSubset, test: FeatureDataset, steps: int) -> dict[str, dict[str, list[int]]]:
+    """The rounds of drafters that are no networks on each test answer: prompt lookup, and an n-gram table."""
+    table = NgramTable([_answer(train[index]) for index in range(len(train))])
+    found: dict[str, dict[str, list[int]]] = {"prompt lookup": {}, "n-gram": {}}
+    for index in range(len(test)):
+        item = test[index]
+        ids, begin = item["input_ids"].tolist(), test.rows[index]["prompt_length"]
+        for name, draft in (("prompt lookup", prompt_lookup), ("n-gram", table.draft)):
+            # The first token of an answer comes from the prefill; a draft follows it and every later one but the last.
+            accepted = [common_prefix(draft(ids[:known], steps), ids[known:]) for known in range(begin + 1, len(ids))]
+            found[name][item["id"]] = emitted(walk_rounds(accepted, steps))
+    return found
+
+
+def common_prefix(draft: list[int], answer: list[int]) -> int:
+    """How many tokens of a draft are the answer's, up to the first that is not."""
+    pairs = enumerate(zip(draft, answer, strict=False))
+    return next((k for k, (a, b) in pairs if a != b), min(len(draft), len(answer)))
+
+
+def emitted(rounds: list[tuple[int, int]]) -> list[int]:
+    """Tokens emitted by verifications, bonus tokens included, and the number of verifications."""
+    return [sum(accepted + 1 for _, accepted in rounds), len(rounds)]
+
+
+def _answer(item: dict[str, Any]) -> list[int]:
+    return item["input_ids"][item["response_mask"]].tolist()
