@@ -4,17 +4,16 @@ import argparse
 import difflib
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from transformers import HfArgumentParser
 
+from osprey.cli.parser import Parser
 
-class Parser(HfArgumentParser):
-    """Wrong flags raise `ValueError`, which the command prints as its one sentence, instead of the whole usage."""
 
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; `{self.prog} --help` lists the options.")
+class DataclassParser(Parser, HfArgumentParser):
+    """Options from dataclasses' fields."""
 
 
 def parse(
@@ -31,7 +30,7 @@ def parse(
     Raises:
         ValueError, OSError: a flag is wrong or missing, or the recipe cannot be read or has an unknown key.
     """
-    parser = Parser(kinds, prog=prog, description=description)
+    parser = DataclassParser(kinds, prog=prog, description=description)
     parser.add_argument("--config", help="YAML file with values for these options; flags override it")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     names = [positional] if isinstance(positional, str) else positional
@@ -40,8 +39,7 @@ def parse(
         parser.error(f"unexpected argument {argv[len(names)]!r}")
     flags = [word for name, value in zip(names, argv[:leading], strict=False) for word in (f"--{name}", value)]
     argv = flags + argv[leading:]
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, prog=prog)
-    early.error = parser.error
+    early = Parser(add_help=False, allow_abbrev=False, prog=prog)
     early.add_argument("--config")
     config = early.parse_known_args(argv)[0].config
     if config is not None:
@@ -64,7 +62,7 @@ def parse(
     return *arguments, namespace.json
 
 
-def _checked(parser: Parser, action: argparse.Action, annotation: str, value: Any) -> Any:
+def _checked(parser: DataclassParser, action: argparse.Action, annotation: str, value: Any) -> Any:
     """A value of a recipe as argparse would have it from a flag; raises `argparse.ArgumentError` where it would."""
     if value is None:
         if action.required or action.default is not None:

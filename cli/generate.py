@@ -12,6 +12,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from osprey.cli.parser import Parser
 from osprey.cli.targets import DEFAULT_TARGET, find_model, resolve_target
 from osprey.eval.prompts import Prompt, load_prompts
 from osprey.train.checkpoints import public_name, write_json
@@ -24,13 +25,6 @@ if TYPE_CHECKING:
 
 DEFAULT_DRAFTER = "osprey-smollm2-135m-instruct"
 PROBE_TOKENS = 16
-
-
-class Parser(argparse.ArgumentParser):
-    """Refuses a wrong flag in one sentence, as everything else is refused, instead of a screenful of usage."""
-
-    def error(self, message: str) -> None:
-        raise ValueError(f"{message}; --help lists the options.")
 
 
 def build_parser() -> argparse.ArgumentParser:

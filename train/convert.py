@@ -240,7 +240,7 @@ class TokenCounts:
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, files: list[str], response_weight: float) -> TokenCounts:
-    """Counts target tokens of `response` fields (weighted) and, in rows without one, `text` fields.
+    """Counts target tokens of `response` fields and the assistant's `messages` (weighted), else of `text` fields.
 
     `response_ids`, the very tokens that the target wrote, go before the text.
     """
@@ -252,13 +252,15 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, files: list[str], response_
     responses: dict[str, Counter[int]] = {}
     for path in files:
         rows = list(read_rows(check_file(Path(path))))
-        texts = [row.get("response", row.get("text")) for row in rows]
+        texts = [_written(row) for row in rows]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{path} has a row with neither a text `response` nor a `text`.")
+            raise ValueError(
+                f"{path} has a row with neither a text `response`, nor a `text`, nor answers in `messages`."
+            )
         encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
         for row, encoding in zip(rows, encodings, strict=True):
             ids = row.get("response_ids")
-            is_response = "response" in row
+            is_response = "response" in row or "messages" in row
             if ids is None:
                 end = end_of_turn(tokenizer) if row.get("finish") == "stop" else None
                 ids = encoding.ids + ([] if end is None else [end])
@@ -268,6 +270,14 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, files: list[str], response_
             if is_response:
                 responses.setdefault(row.get("language", "?"), Counter()).update(counts)
     return TokenCounts(total, responses)
+
+
+def _written(row: dict[str, Any]) -> str | None:
+    """What the target wrote in a row, or the row's text."""
+    if "messages" not in row:
+        return row.get("response", row.get("text"))
+    turns = [turn["content"] for turn in row["messages"] if turn.get("role") == "assistant"]
+    return "\n".join(turns) if turns else None
 
 
 def end_ids(arguments: ConvertArguments, target: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:

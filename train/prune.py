@@ -214,7 +214,7 @@ def refuse_windows(config: PreTrainedConfig, layer_ids: list[int]) -> None:
     if windows:
         raise ValueError(
             f"layers {', '.join(map(str, windows))} of the source attend in a sliding window, as a drafter's blocks "
-            "cannot: keep others with --keep."
+            "cannot: prune it to others (`osprey prune --keep`)."
         )
 
 

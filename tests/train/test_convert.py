@@ -179,6 +179,16 @@ def test_the_shortlist_counts_the_targets_own_ids_and_can_end(tmp_path, folders)
         convert(arguments(tmp_path, draft_vocab_size=1, frequencies=files, overwrite=True))
 
 
+def test_the_shortlist_counts_what_the_assistant_says_in_chats(tmp_path, folders):
+    folders("llama")
+    a, b, c = bytes_tokenizer()("abc")["input_ids"]
+    turns = [("user", "aaaa"), ("assistant", "bbb"), ("user", "aaaa"), ("assistant", "cc")]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row))
+    convert(arguments(tmp_path, draft_vocab_size=3, frequencies=[str(tmp_path / "chats.jsonl")]))
+    assert OspreyDrafter.from_pretrained(tmp_path / "out").draft_ids.tolist() == sorted([2, b, c])
+
+
 def test_alignments_are_kept(tmp_path, folders, monkeypatch):
     folders("llama")
     convert(arguments(tmp_path))
