@@ -124,17 +124,21 @@ def markdown(results: dict[str, Any]) -> str:
     head += [f"{tokens / 1e6:.2g}M tokens" for tokens in marks] + ["restored", "seconds"]
     rows = []
     for cell in cells:
-        during = {entry["tokens"]: f"{entry['mean']:.2f}" for entry in cell["perplexity_during"]}
+        during = {entry["tokens"]: _short(entry["mean"]) for entry in cell["perplexity_during"]}
         start = [cell["strategy"], str(cell["depth"]), " ".join(map(str, cell["layer_ids"]))]
-        start += [f"{cell['parameters'] / 1e6:.1f}M", f"{cell['pruned']['mean']:.2f}"]
-        end = [f"{cell['restored']['mean']:.2f}", f"{cell['seconds']:.0f}"]
+        start += [f"{cell['parameters'] / 1e6:.1f}M", _short(cell["pruned"]["mean"])]
+        end = [_short(cell["restored"]["mean"]), f"{cell['seconds']:.0f}"]
         rows.append([*start, *(during.get(tokens, "") for tokens in marks), *end])
     names = list(results["source"])
-    files = [["source", "", *(f"{results['source'][name]:.2f}" for name in names)]]
+    files = [["source", "", *(_short(results["source"][name]) for name in names)]]
     for cell in cells:
         label = f"{cell['strategy']} {cell['depth']}"
-        files += [[label, stage, *(f"{cell[stage][name]:.2f}" for name in names)] for stage in ("pruned", "restored")]
+        files += [[label, stage, *(_short(cell[stage][name]) for name in names)] for stage in ("pruned", "restored")]
     return "\n".join([*_table(head, rows), "", *_table(["model", "stage", *names], files)])
+
+
+def _short(perplexity: float) -> str:
+    return f"{perplexity:.2f}" if perplexity < 1000 else f"{perplexity:.1e}".replace("e+0", "e").replace("e+", "e")
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
