@@ -20,6 +20,9 @@ VERBS = {
     "adapt": "convert, prepare and distill in one: a backbone becomes a drafter",
     "plan": "sizes, memory and time of an adaptation, before it starts",
     "baseline": "an untrained EAGLE-3-style drafter, to distill and compare with",
+    "push": "publish a drafter or a backbone on the Hub",
+    "pull": "fetch one from the Hub, by name or the best for a target",
+    "zoo": "list the drafters and backbones there are: on the Hub and on this machine",
     "generate": "generate with a target and its drafter, and compare with plain generation",
 }
 

@@ -13,6 +13,24 @@ AutoModelForCausalLM.register(OspreyConfig, OspreyDrafterForCausalLM)
 
 OspreyDrafter = OspreyDrafterForCausalLM
 
+
+@classmethod
+def for_target(cls, target: str, revision: str | None = None, **kwargs) -> OspreyDrafterForCausalLM:
+    """The published drafter with the longest mean acceptance length, by its card, for the model `target` (ORG/NAME).
+
+    Looked for on the Hub and, without it, in its local cache; loaded by the installed code, so that no code of the
+    repo runs. `revision` is a branch, tag or commit of the drafter's repo; other arguments go to `from_pretrained`.
+
+    Raises:
+        ValueError, OSError: there is none, or the Hub refuses it; one sentence.
+    """
+    from osprey.hub_cards.pull import load_for_target  # the package's: the remote code has no such method
+
+    return load_for_target(cls, target, revision, **kwargs)
+
+
+OspreyDrafter.for_target = for_target
+
 __all__ = [
     "Acceptance",
     "OspreyCandidateGenerator",

@@ -1,0 +1,193 @@
+"""Whether a folder may be published: whole, loadable, described, and without anything that does not belong there."""
+
+import json
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import ModelCard, ModelCardData
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import osprey.modeling
+from osprey.modeling import OspreyConfig, OspreyDrafter
+
+WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
+FILES = (
+    *("README.md", "LICENSE", "LICENSE.*", "NOTICE", "NOTICE.*", "config.json", "generation_config.json"),
+    *("training.json", "results.json", "figures/*.png", "figures/*.svg", *WEIGHTS),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja"),
+)
+CODE = ("*_osprey.py", "custom_generate/*.py")
+PULL_RECORD = "pulled.json"  # what `osprey pull --out` notes beside the files; it stays on the machine
+CONFIG_KEYS = (
+    *("auto_map", "backbone", "backbone_model_type", "format_version", "target"),
+    *("target_hidden_size", "target_layer_ids", "target_num_hidden_layers"),
+)
+TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+
+
+@dataclass(frozen=True)
+class CheckedFolder:
+    """A folder that may be published: `kind` is drafter or backbone, `files` the repo's paths and their bytes."""
+
+    folder: Path
+    kind: str
+    base_model: str
+    files: dict[str, int]
+
+
+def check_folder(folder: str | Path) -> CheckedFolder:
+    """Checks everything that can be checked without the Hub.
+
+    Raises:
+        ValueError, OSError: with the first fault in one sentence.
+    """
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise OSError(f"there is no folder {folder}: `osprey distill` and `osprey pretrain` make what is published.")
+    files = list_files(folder)
+    config = read_json(folder / "config.json")
+    kind = "drafter" if config.get("model_type") == OspreyConfig.model_type else "backbone"
+    base_model = check_card(folder, kind)
+    if kind == "drafter":
+        check_drafter_config(folder, config, base_model)
+        check_remote_code(folder)
+    elif code := [name for name in files if name.endswith(".py")]:
+        raise ValueError(f"{folder} is a backbone, which needs no code of its own: remove {', '.join(code)}.")
+    check_loads(folder, kind)
+    return CheckedFolder(folder, kind, base_model, files)
+
+
+def list_files(folder: Path) -> dict[str, int]:
+    """Paths and bytes of what would be published; whatever does not belong into a repo is refused."""
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if not path.is_dir()}
+    paths.pop(PULL_RECORD, None)
+    strangers = [name for name, path in paths.items() if not belongs(name) or path.is_symlink()]
+    if strangers:
+        more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
+        raise ValueError(
+            f"{folder} has files that do not belong into a published folder: {', '.join(strangers[:3])}{more}; remove "
+            "them (weights are safetensors, code is what `osprey convert` writes, links are not followed)."
+        )
+    missing = [name for name in ("README.md", "config.json", "tokenizer.json", "training.json") if name not in paths]
+    if not any(fnmatchcase(name, WEIGHTS[0]) or fnmatchcase(name, WEIGHTS[1]) for name in paths):
+        missing.append("model.safetensors")
+    if missing:
+        raise ValueError(f"{folder} lacks {', '.join(missing)}: every published folder has them.")
+    for name, path in paths.items():
+        if not name.endswith((".safetensors", ".png")):
+            refuse_secrets(path, name)
+    return {name: path.stat().st_size for name, path in paths.items()}
+
+
+def belongs(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in (*FILES, *CODE))
+
+
+def refuse_secrets(path: Path, name: str) -> None:
+    """Access tokens, and where this machine keeps its files."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if TOKEN.search(text):
+        raise ValueError(f"{path} holds what looks like a Hub token: remove it, and revoke the token if it is one.")
+    home = f"{Path.home()}/"
+    if home != "//" and home in text and name != "tokenizer.json":
+        raise ValueError(f"{path} names a path of this machine ({home}...): say it without, for others to read.")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): correct it.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object: correct it.")
+    return content
+
+
+def card_data(path: Path) -> ModelCardData:
+    """The metadata at the head of a card, results included."""
+    try:
+        return ModelCard.load(path).data
+    except Exception as error:  # of YAML, or of the results' form
+        raise ValueError(f"the metadata at the head of {path} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def check_card(folder: Path, kind: str) -> str:
+    """Looks for what the Hub and `osprey zoo` find a repo by, and returns its `base_model`."""
+    path = folder / "README.md"
+    data = card_data(path)
+    for key, meaning in (("license", "e.g. apache-2.0"), ("base_model", "ORG/NAME of the model it was made for")):
+        if not data.get(key):
+            raise ValueError(f"{path} has no `{key}` in the metadata at its head: add it ({meaning}).")
+    missing = [tag for tag in ("osprey", kind) if tag not in (data.tags or [])]
+    if missing:
+        raise ValueError(f"{path} lacks the tag(s) {', '.join(missing)} in its metadata: `osprey zoo` finds it by them.")
+    if data.get("library_name") != "transformers":
+        raise ValueError(f"{path} has no `library_name: transformers` in its metadata: add it.")
+    base = data.base_model if isinstance(data.base_model, str) else data.base_model[0]
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", base):
+        raise ValueError(f"{path} has base_model {base!r}, which is no model on the Hub: name it as ORG/NAME.")
+    return base
+
+
+def check_drafter_config(folder: Path, config: dict[str, Any], base_model: str) -> None:
+    path = folder / "config.json"
+    missing = [key for key in CONFIG_KEYS if config.get(key) is None]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}: make the drafter with `osprey convert`.")
+    if config["target"] != base_model:
+        raise ValueError(
+            f"{path} has target {config['target']!r}, but the card's base_model is {base_model!r}: correct the one "
+            "that is wrong (the target's name is its ORG/NAME on the Hub)."
+        )
+
+
+def remote_code(folder: str | Path) -> dict[str, bytes]:
+    """The modeling files of a folder that travel with a drafter, by their paths."""
+    folder = Path(folder)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for pattern in CODE for path in folder.glob(pattern)}
+
+
+def has_own_code(folder: str | Path) -> bool:
+    """Whether the folder's remote code is exactly that of the installed package."""
+    return remote_code(folder) == remote_code(Path(osprey.modeling.__file__).parent)
+
+
+def check_remote_code(folder: Path) -> None:
+    ours, theirs = remote_code(Path(osprey.modeling.__file__).parent), remote_code(folder)
+    stale = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    if stale:
+        raise ValueError(
+            f"the remote code in {folder} is not that of the installed osprey.modeling ({', '.join(stale[:4])}): copy "
+            f"the files from {Path(osprey.modeling.__file__).parent}."
+        )
+
+
+def check_loads(folder: Path, kind: str) -> None:
+    """Loads weights and tokenizer as a user would, without running any code of the folder."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        load = OspreyDrafter if kind == "drafter" else AutoModelForCausalLM
+        model, info = load.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers raises many kinds for what a damaged file can hold
+        raise ValueError(f"the {kind} in {folder} does not load: {' '.join(str(error).split())}") from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    faults = sorted({str(name) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[key]})
+    if faults:
+        raise ValueError(f"the weights in {folder} do not fit its config ({', '.join(faults[:4])}): make it again.")
+    broken = [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor).all()]
+    if broken:
+        raise ValueError(f"the weights in {folder} hold NaN or infinity ({', '.join(broken[:4])}): train it again.")
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, the model {model.config.vocab_size}: it is "
+            "another model's tokenizer."
+        )
