@@ -16,7 +16,9 @@ from osprey.train.checkpoints import atomic_folder, write_json
 class PullArguments:
     name: str | None = field(default=None, metadata={"help": "repo on the Hub, ORG/NAME"})
     target: str | None = field(default=None, metadata={"help": "fetch the best drafter for this model (ORG/NAME)"})
-    out: str | None = field(default=None, metadata={"help": "folder to copy it to (default: the Hub's local cache only)"})
+    out: str | None = field(
+        default=None, metadata={"help": "folder to copy it to (default: the Hub's local cache only)"}
+    )
     revision: str | None = field(default=None, metadata={"help": "branch, tag or commit of the repo (default: main)"})
     overwrite: bool = field(default=False, metadata={"help": "replace the folder if it exists"})
 

@@ -72,8 +72,8 @@ def refuse_damaged(repo: str, snapshot: Path) -> None:
             path.unlink()
     if damaged:
         raise OSError(
-            f"checksum mismatch: {', '.join(damaged)} of {repo} did not arrive as published; nothing damaged was kept, "
-            "so run again."
+            f"checksum mismatch: {', '.join(damaged)} of {repo} did not arrive as published; nothing damaged was "
+            "kept, so run again."
         )
 
 

@@ -18,7 +18,9 @@ class PushArguments:
     repo: str = field(metadata={"help": "ORG/NAME on the Hub; created where there is none"})
     private: bool = field(default=False, metadata={"help": "create it private"})
     revision: str = field(default="main", metadata={"help": "branch to commit to; created where there is none"})
-    dry_run: bool = field(default=False, metadata={"help": "check the folder, say what would be sent, and send nothing"})
+    dry_run: bool = field(
+        default=False, metadata={"help": "check the folder, say what would be sent, and send nothing"}
+    )
     collection: str | None = field(default=None, metadata={"help": "slug of a collection on the Hub to add it to"})
 
 

@@ -38,7 +38,7 @@ def explain(error: BaseException, repo: str, revision: str | None = None) -> str
         return f"{repo} has no revision {revision!r}: name a branch, a tag (v1, v2, ...) or a commit hash of it."
     if isinstance(error, errors.HfHubHTTPError):
         return _explain_status(error, repo)
-    if isinstance(error, wrappers[1:]) or isinstance(error, errors.OfflineModeIsEnabled):
+    if isinstance(error, (*wrappers[1:], errors.OfflineModeIsEnabled)):
         return (
             f"{repo}{f' at {revision}' if revision else ''} is not (wholly) in the local cache, and the Hub cannot be "
             "reached: unset HF_HUB_OFFLINE if it is set, check the network, and run again."

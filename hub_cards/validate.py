@@ -114,7 +114,9 @@ def card_data(path: Path) -> ModelCardData:
     try:
         return ModelCard.load(path).data
     except Exception as error:  # of YAML, or of the results' form
-        raise ValueError(f"the metadata at the head of {path} cannot be read: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"the metadata at the head of {path} cannot be read: {' '.join(str(error).split())}"
+        ) from error
 
 
 def check_card(folder: Path, kind: str) -> str:
@@ -126,7 +128,9 @@ def check_card(folder: Path, kind: str) -> str:
             raise ValueError(f"{path} has no `{key}` in the metadata at its head: add it ({meaning}).")
     missing = [tag for tag in ("osprey", kind) if tag not in (data.tags or [])]
     if missing:
-        raise ValueError(f"{path} lacks the tag(s) {', '.join(missing)} in its metadata: `osprey zoo` finds it by them.")
+        raise ValueError(
+            f"{path} lacks the tag(s) {', '.join(missing)} in its metadata: `osprey zoo` finds it by them."
+        )
     if data.get("library_name") != "transformers":
         raise ValueError(f"{path} has no `library_name: transformers` in its metadata: add it.")
     base = data.base_model if isinstance(data.base_model, str) else data.base_model[0]
@@ -150,7 +154,9 @@ def check_drafter_config(folder: Path, config: dict[str, Any], base_model: str) 
 def remote_code(folder: str | Path) -> dict[str, bytes]:
     """The modeling files of a folder that travel with a drafter, by their paths."""
     folder = Path(folder)
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for pattern in CODE for path in folder.glob(pattern)}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for pattern in CODE for path in folder.glob(pattern)
+    }
 
 
 def has_own_code(folder: str | Path) -> bool:
@@ -180,7 +186,9 @@ def check_loads(folder: Path, kind: str) -> None:
         raise ValueError(f"the {kind} in {folder} does not load: {' '.join(str(error).split())}") from error
     finally:
         transformers.logging.set_verbosity(verbosity)
-    faults = sorted({str(name) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[key]})
+    faults = sorted(
+        {str(name) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[key]}
+    )
     if faults:
         raise ValueError(f"the weights in {folder} do not fit its config ({', '.join(faults[:4])}): make it again.")
     broken = [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor).all()]

@@ -77,7 +77,11 @@ def best_drafter(target: str) -> ZooEntry:
     entries, reached = zoo(target)
     drafters = [entry for entry in entries if entry.kind == "drafter"]
     if not drafters:
-        where = "on the Hub or in its local cache" if reached else "in the Hub's local cache, and the Hub cannot be reached"
+        where = (
+            "on the Hub or in its local cache"
+            if reached
+            else "in the Hub's local cache, and the Hub cannot be reached"
+        )
         raise ValueError(
             f"there is no drafter for {target} {where}: check the target's name (ORG/NAME), or make one with `osprey "
             f"adapt BACKBONE --target {target}`."
