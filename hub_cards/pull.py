@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from osprey.hub_cards.sentences import hub_sentences
-from osprey.hub_cards.validate import CODE, FILES, has_own_code
+from osprey.hub_cards.validate import CODE, FILES, differing_code
 from osprey.hub_cards.zoo import best_drafter, folder_entry
 
 
@@ -43,7 +43,7 @@ def pull(repo: str, revision: str | None = None) -> Pulled:
     entry = folder_entry(path)
     if entry is None:
         raise ValueError(f"{repo} holds no drafter and no backbone of Osprey: `osprey zoo` lists those there are.")
-    own = entry.kind == "backbone" or has_own_code(path)
+    own = entry.kind == "backbone" or not differing_code(path)
     return Pulled(repo, commit, path, entry.kind, entry.base_model, entry.mean_acceptance_length, own)
 
 

@@ -22,7 +22,7 @@ FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja"),
 )
-CODE = ("*_osprey.py", "custom_generate/*.py")
+CODE = ("*_osprey.py", "custom_generate/generate.py", "custom_generate/requirements.txt")
 PULL_RECORD = "pulled.json"  # what `osprey pull --out` notes beside the files; it stays on the machine
 CONFIG_KEYS = (
     *("auto_map", "backbone", "backbone_model_type", "format_version", "target"),
@@ -159,15 +159,15 @@ def remote_code(folder: str | Path) -> dict[str, bytes]:
     }
 
 
-def has_own_code(folder: str | Path) -> bool:
-    """Whether the folder's remote code is exactly that of the installed package."""
-    return remote_code(folder) == remote_code(Path(osprey.modeling.__file__).parent)
+def differing_code(folder: str | Path) -> list[str]:
+    """Files of a folder's remote code that are not the installed package's, or missing (`custom_generate` may be)."""
+    ours, theirs = remote_code(Path(osprey.modeling.__file__).parent), remote_code(folder)
+    needed = {name for name in ours if "/" not in name}
+    return sorted(name for name in theirs.keys() | needed if theirs.get(name) != ours.get(name))
 
 
 def check_remote_code(folder: Path) -> None:
-    ours, theirs = remote_code(Path(osprey.modeling.__file__).parent), remote_code(folder)
-    stale = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-    if stale:
+    if stale := differing_code(folder):
         raise ValueError(
             f"the remote code in {folder} is not that of the installed osprey.modeling ({', '.join(stale[:4])}): copy "
             f"the files from {Path(osprey.modeling.__file__).parent}."

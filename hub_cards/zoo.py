@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from huggingface_hub import CacheNotFound, EvalResult, HfApi, ModelInfo, errors, scan_cache_dir
 from huggingface_hub.errors import HTTPError
@@ -164,10 +165,13 @@ def first(value: str | list[str] | None) -> str | None:
 
 
 def mean_acceptance_length(results: list[EvalResult]) -> float | None:
-    """The mean over a card's results of our metric; None without any."""
-    values = [
-        result.metric_value
-        for result in results
-        if result.metric_type == METRIC and isinstance(result.metric_value, int | float)
-    ]
-    return sum(values) / len(values) if values else None
+    """The mean over the data sets in a card's results of our metric; None without any.
+
+    A data set counts with its configuration `all`, as `osprey card` writes it, else with the mean of those it has.
+    """
+    by_dataset: dict[str, dict[str | None, float]] = {}
+    for result in results:
+        if result.metric_type == METRIC and isinstance(result.metric_value, int | float):
+            by_dataset.setdefault(result.dataset_type, {})[result.dataset_config] = float(result.metric_value)
+    values = [found["all"] if "all" in found else fmean(found.values()) for found in by_dataset.values()]
+    return fmean(values) if values else None

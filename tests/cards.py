@@ -10,10 +10,10 @@ TARGET = "loop/target"
 
 
 def card(kind: str, base_model: str, lengths: dict[str, float] | None = None) -> str:
-    """A card with one result of `mean_acceptance_length` for each domain of `lengths`."""
+    """A card with one result of `mean_acceptance_length` for each domain of `lengths` (suite or suite/domain)."""
     results = [
         f"""  - task: {{type: text-generation}}
-    dataset: {{type: {domain}, name: {domain}}}
+    dataset: {{type: {domain.partition("/")[0]}, name: {domain}, config: {domain.partition("/")[2] or "null"}}}
     metrics: [{{type: mean_acceptance_length, value: {length}}}]
 """
         for domain, length in (lengths or {}).items()

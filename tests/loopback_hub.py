@@ -7,8 +7,10 @@ tests turn off.
 
 import hashlib
 import re
+import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -37,6 +39,7 @@ class LoopbackHub:
         self.requests: list[str] = []  # "METHOD path?query", in order
         self.store_headers: list[dict[str, str]] = []  # what the large-file store was sent
         self.faults: list[Fault] = []
+        self.connections: list[socket.socket] = []
         self.page = 1000  # models in one page of a list
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
         self.server.daemon_threads = True
@@ -50,6 +53,9 @@ class LoopbackHub:
     def __exit__(self, *_) -> None:
         self.server.shutdown()
         self.server.server_close()
+        for connection in self.connections:  # those that were kept alive would still be answered
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def add(self, name: str, folder: Path, **settings) -> Repo:
         """A repo that is there already, with the files of a folder."""

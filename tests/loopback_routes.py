@@ -16,6 +16,10 @@ class Handler(BaseHTTPRequestHandler):
     hub: Any  # the LoopbackHub that it answers for
     protocol_version = "HTTP/1.1"
 
+    def setup(self) -> None:
+        super().setup()
+        self.hub.connections.append(self.connection)
+
     def log_message(self, *_) -> None:
         pass
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.utils import _http, close_session
+from huggingface_hub.utils import _cache_manager, _http, close_session
 from loopback_hub import LoopbackHub
 from loopback_repos import WRITE_TOKEN
 
@@ -16,7 +16,8 @@ def hub(tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)  # what HF_ENDPOINT sets at import
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "".join(template[1:]))
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        for module in (constants, _cache_manager):
+            monkeypatch.setattr(module, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
