@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from osprey.cli.arguments import parse
+from osprey.hub_cards.layout import PULL_RECORD
 from osprey.hub_cards.pull import pull, pull_for_target
-from osprey.hub_cards.validate import PULL_RECORD
 from osprey.train.checkpoints import atomic_folder, write_json
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
+from osprey.hub_cards.layout import CODE, FILES, differing_code
 from osprey.hub_cards.sentences import hub_sentences
-from osprey.hub_cards.validate import CODE, FILES, differing_code
 from osprey.hub_cards.zoo import best_drafter, folder_entry
 
 

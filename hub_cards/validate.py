@@ -1,6 +1,5 @@
 """Whether a folder may be published: whole, loadable, described, and without anything that does not belong there."""
 
-import json
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -9,21 +8,19 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import osprey.modeling
+from osprey.hub_cards.layout import (
+    PULL_RECORD,
+    WEIGHTS,
+    belongs,
+    card_data,
+    differing_code,
+    own_code_folder,
+    read_json,
+)
 from osprey.modeling import OspreyConfig, OspreyDrafter
 
-WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
-FILES = (
-    *("README.md", "LICENSE", "LICENSE.*", "NOTICE", "NOTICE.*", "config.json", "generation_config.json"),
-    *("training.json", "results.json", "figures/*.png", "figures/*.svg", *WEIGHTS),
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja"),
-)
-CODE = ("*_osprey.py", "custom_generate/generate.py", "custom_generate/requirements.txt")
-PULL_RECORD = "pulled.json"  # what `osprey pull --out` notes beside the files; it stays on the machine
 CONFIG_KEYS = (
     *("auto_map", "backbone", "backbone_model_type", "format_version", "target"),
     *("target_hidden_size", "target_layer_ids", "target_num_hidden_layers"),
@@ -85,10 +82,6 @@ def list_files(folder: Path) -> dict[str, int]:
     return {name: path.stat().st_size for name, path in paths.items()}
 
 
-def belongs(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in (*FILES, *CODE))
-
-
 def refuse_secrets(path: Path, name: str) -> None:
     """Access tokens, and where this machine keeps its files."""
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -97,26 +90,6 @@ def refuse_secrets(path: Path, name: str) -> None:
     home = f"{Path.home()}/"
     if home != "//" and home in text and name != "tokenizer.json":
         raise ValueError(f"{path} names a path of this machine ({home}...): say it without, for others to read.")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): correct it.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a JSON object: correct it.")
-    return content
-
-
-def card_data(path: Path) -> ModelCardData:
-    """The metadata at the head of a card, results included."""
-    try:
-        return ModelCard.load(path).data
-    except Exception as error:  # of YAML, or of the results' form
-        raise ValueError(
-            f"the metadata at the head of {path} cannot be read: {' '.join(str(error).split())}"
-        ) from error
 
 
 def check_card(folder: Path, kind: str) -> str:
@@ -151,26 +124,11 @@ def check_drafter_config(folder: Path, config: dict[str, Any], base_model: str) 
         )
 
 
-def remote_code(folder: str | Path) -> dict[str, bytes]:
-    """The modeling files of a folder that travel with a drafter, by their paths."""
-    folder = Path(folder)
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for pattern in CODE for path in folder.glob(pattern)
-    }
-
-
-def differing_code(folder: str | Path) -> list[str]:
-    """Files of a folder's remote code that are not the installed package's, or missing (`custom_generate` may be)."""
-    ours, theirs = remote_code(Path(osprey.modeling.__file__).parent), remote_code(folder)
-    needed = {name for name in ours if "/" not in name}
-    return sorted(name for name in theirs.keys() | needed if theirs.get(name) != ours.get(name))
-
-
 def check_remote_code(folder: Path) -> None:
     if stale := differing_code(folder):
         raise ValueError(
             f"the remote code in {folder} is not that of the installed osprey.modeling ({', '.join(stale[:4])}): copy "
-            f"the files from {Path(osprey.modeling.__file__).parent}."
+            f"the files from {own_code_folder()}."
         )
 
 

@@ -9,8 +9,8 @@ from huggingface_hub import CacheNotFound, EvalResult, HfApi, ModelInfo, errors,
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
+from osprey.hub_cards.layout import card_data, read_json
 from osprey.hub_cards.sentences import hub_sentences
-from osprey.hub_cards.validate import card_data, read_json
 
 TAG = "osprey"
 KINDS = ("drafter", "backbone")

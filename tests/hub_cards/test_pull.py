@@ -12,7 +12,7 @@ from loopback_hub import answer, cut_after
 from loopback_repos import is_large
 
 from osprey.cli.main import main as osprey
-from osprey.hub_cards.validate import PULL_RECORD
+from osprey.hub_cards.layout import PULL_RECORD
 
 REPO = "loop/osprey-tiny"
 

@@ -10,7 +10,8 @@ from cards import card, save_backbone, save_drafter
 from safetensors.torch import load_file, save_file
 
 import osprey.modeling
-from osprey.hub_cards.validate import check_folder, differing_code
+from osprey.hub_cards.layout import differing_code
+from osprey.hub_cards.validate import check_folder
 
 COMMITTED = Path(__file__).parents[2] / "hub_cards" / "osprey-smollm2-135m-instruct"
 
