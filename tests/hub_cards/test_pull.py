@@ -79,15 +79,24 @@ def test_a_revision_is_pinned(repo, hub, folders, capsys):
     assert "has no revision 'v9'" in refused(capsys, REPO, "--revision", "v9")
 
 
-def test_a_revision_that_moves_during_the_download(repo, hub, folders, capsys):
+@pytest.mark.parametrize("moment", ["the name is resolved", "the first file comes"])
+def test_a_revision_that_moves_meanwhile(repo, hub, folders, capsys, moment):
     first = repo.branches["main"]
     moved = []
+
+    def answer_and_move(handler):
+        handler.info(REPO)
+        moved.append(hub.add(REPO, folders / "two"))
+        return True
 
     def move(handler):
         moved.append(hub.add(REPO, folders / "two"))
         return False
 
-    hub.fail("^HEAD .*/resolve/", move)
+    if moment == "the name is resolved":
+        hub.fail(f"^GET /api/models/{REPO}$", answer_and_move)
+    else:
+        hub.fail("^HEAD .*/resolve/", move)
     record = pulled(capsys, REPO)
     assert moved and record["revision"] == first != repo.branches["main"]
     assert contents(record["path"]) == contents(folders / "one")

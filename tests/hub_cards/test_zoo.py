@@ -26,7 +26,7 @@ def folders(tmp_path_factory):
 def published(hub, folders, tmp_path):
     """Drafters with other results in their cards, by name, and a backbone."""
     suites = {"a/all": 2.0, "a/chat": 9.0, "b/chat": 3.5, "b/code": 2.5}  # 2 and 3: `all` stands for its data set
-    results = {"plain": {}, "good": suites, "narrow": {"chat": 2.4}, "odd": {"chat": '"2.9 ± 1"'}}
+    results = {"plain": {}, "wide": suites, "narrow": {"chat": 2.4}, "odd": {"chat": '"2.9 ± 1"'}}
     for name, lengths in results.items():
         folder = shutil.copytree(folders / "drafter", tmp_path / name)
         (folder / "README.md").write_text(card("drafter", TARGET, lengths))
@@ -48,7 +48,7 @@ def listed(capsys, *flags):
 def test_best_first(published, capsys, page):
     published.page = page
     entries = listed(capsys)
-    assert [entry["name"].removeprefix("loop/") for entry in entries] == ["good", "narrow", "odd", "plain", "backbone"]
+    assert [entry["name"].removeprefix("loop/") for entry in entries] == ["wide", "narrow", "odd", "plain", "backbone"]
     assert [entry["mean_acceptance_length"] for entry in entries] == [
         2.5,
         2.4,
@@ -57,9 +57,9 @@ def test_best_first(published, capsys, page):
         None,
     ]  # the mean of its cells
     assert {entry["kind"] for entry in entries[:4]} == {"drafter"} and entries[4]["kind"] == "backbone"
-    assert entries[0]["revision"] == published.repos["loop/good"].branches["main"]
+    assert entries[0]["revision"] == published.repos["loop/wide"].branches["main"]
     assert [entry["base_model"] for entry in entries] == [TARGET] * 4 + ["loop/source"]
-    assert best_drafter(TARGET).name == "loop/good"
+    assert best_drafter(TARGET).name == "loop/wide"
 
 
 def test_by_target(published, capsys):
@@ -80,11 +80,11 @@ def test_what_lies_on_this_machine(published, folders, tmp_path, capsys):
     assert found["loop/narrow", "hub"]["cached"] and not found["loop/plain", "hub"]["cached"]
     assert found["loop/plain", "cache"]["revision"] == older
     assert ("loop/narrow", "cache") not in found  # the same commit is listed once
-    assert found[str(tmp_path / "good"), "folder"]["mean_acceptance_length"] == 2.5
+    assert found[str(tmp_path / "wide"), "folder"]["mean_acceptance_length"] == 2.5
     assert (str(folders / "drafter"), "folder") in found
     osprey(["zoo", "--folders", str(tmp_path)])
     shown = capsys.readouterr().out.splitlines()
-    assert [line for line in shown if line.startswith("loop/good ")][0].split()[1:4] == ["drafter", TARGET, "2.50"]
+    assert [line for line in shown if line.startswith("loop/wide ")][0].split()[1:4] == ["drafter", TARGET, "2.50"]
     with pytest.raises(OSError, match="there is no folder"):
         zoo(folders=[tmp_path / "none"])
 
@@ -102,7 +102,7 @@ def test_without_the_hub(published, capsys, monkeypatch):
     capsys.readouterr()
     assert osprey(["zoo"]) == 0
     shown = capsys.readouterr()
-    assert "The Hub cannot be reached" in shown.err and "loop/narrow" in shown.out and "loop/good" not in shown.out
+    assert "The Hub cannot be reached" in shown.err and "loop/narrow" in shown.out and "loop/wide" not in shown.out
 
 
 def test_the_hub_s_errors_are_not_hidden(published, capsys):
@@ -113,13 +113,13 @@ def test_the_hub_s_errors_are_not_hidden(published, capsys):
 
 def test_for_target(published, tmp_path, folders):
     """The best one's weights in the installed package's class; what code the repo brings is not run."""
-    (tmp_path / "good" / "modeling_osprey.py").write_text("raise SystemExit('remote code ran')\n")
+    (tmp_path / "wide" / "modeling_osprey.py").write_text("raise SystemExit('remote code ran')\n")
     save = OspreyDrafter.from_pretrained(folders / "drafter")
     with torch.no_grad():
         save.fc.weight.fill_(0.125)
     save.save_pretrained(tmp_path / "weights")
-    shutil.copy(tmp_path / "weights" / "model.safetensors", tmp_path / "good")
-    published.add("loop/good", tmp_path / "good")
+    shutil.copy(tmp_path / "weights" / "model.safetensors", tmp_path / "wide")
+    published.add("loop/wide", tmp_path / "wide")
     drafter = OspreyDrafter.for_target(TARGET, dtype=torch.bfloat16)
     assert type(drafter) is OspreyDrafter and drafter.dtype == torch.bfloat16
     assert (drafter.fc.weight == 0.125).all()
