@@ -13,7 +13,7 @@ from osprey.hub_cards.import_checkpoint import REPO, TARGETS, load_weights, read
 from osprey.modeling import OspreyDrafter
 from osprey.train.align import load_tokenizer
 from osprey.train.checkpoints import TRAINING_FILE, atomic_folder, public_name, versions, weights_sha256, write_json
-from osprey.train.convert import ConvertArguments, drafter_config
+from osprey.train.convert import ConvertArguments, drafter_config, identify_target
 from osprey.train.prune import refuse_windows
 
 
@@ -21,7 +21,7 @@ from osprey.train.prune import refuse_windows
 class ImportArguments:
     checkpoint: str = field(metadata={"help": "REPO or REPO/SUBFOLDER on the Hub, or a local folder"})
     out: str = field(metadata={"help": "drafter folder to write"})
-    target: str | None = field(default=None, metadata={"help": f"target: Hub id or folder (default: by {REPO}'s name)"})
+    target: str | None = field(default=None, metadata={"help": f"target: Hub id or folder (known for {REPO})"})
     target_name: str | None = field(default=None, metadata={"help": "name of the target in the drafter's config"})
     target_revision: str | None = field(default=None, metadata={"help": "revision of the target on the Hub"})
     revision: str | None = field(default=None, metadata={"help": "revision of the checkpoint on the Hub"})
@@ -73,7 +73,7 @@ def import_checkpoint(arguments: ImportArguments) -> dict[str, Any]:
             untie=True,  # its two tables are both in the file
         )
         config = drafter_config(checkpoint.blocks, target_config, tokenizer, like_convert)
-        config.target_num_tokens = min(max(tokenizer.get_vocab().values()) + 1, config.vocab_size)
+        identify_target(config, target_folder, tokenizer)
         drafter = OspreyDrafter(config)
         count = load_weights(checkpoint, drafter)
         drafter.generation_config.update(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id)

@@ -59,7 +59,7 @@ def find_model(kind: str, name: str) -> str:
 
 
 def check_on_hub(kind: str, name: str, config: str = "config.json", revision: str | None = None) -> None:
-    """Raises `OSError` or `ValueError` with one sentence where the Hub and its cache do not have `config` of `name`."""
+    """Raises `OSError` or `ValueError` with one sentence where neither the Hub nor its cache has `config`."""
     from huggingface_hub import errors, hf_hub_download
     from huggingface_hub.utils import logging
 

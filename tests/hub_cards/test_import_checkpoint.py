@@ -42,7 +42,9 @@ def write(folder, model_type="qwen3", layers=2, draft_ids=None, **changes):
 
 
 def run(tmp_path, checkpoint="released", *more):
-    return main([str(tmp_path / checkpoint), "--target", str(tmp_path / "target"), "--out", str(tmp_path / "out"), *more])
+    return main(
+        [str(tmp_path / checkpoint), "--target", str(tmp_path / "target"), "--out", str(tmp_path / "out"), *more]
+    )
 
 
 @torch.no_grad()
@@ -119,7 +121,9 @@ def test_the_folder_is_a_drafter_s(tmp_path, target):
     prompt = torch.randint(3, BYTES, (1, 9), generator=torch.Generator().manual_seed(2))
     plain = target.generate(prompt, max_new_tokens=12, do_sample=False)
     drafter = OspreyDrafter.from_pretrained(tmp_path / "out")
-    assert_same_text(target, plain, target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=drafter))
+    assert_same_text(
+        target, plain, target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=drafter)
+    )
 
 
 def test_shards(tmp_path, target):
@@ -152,6 +156,7 @@ def test_from_the_hub(tmp_path, target, monkeypatch, capsys):
     assert drafter.config.target_revision == target_commit
     assert_computes(drafter, config, tensors, target)
 
+    capsys.readouterr()
     for name, message in (
         (f"{repo}/qwen3-8b/nothing", "neither a local folder nor in the Hub's local cache"),
         (f"{repo}/other/osprey", "does not say which target it was trained for: name it with --target"),

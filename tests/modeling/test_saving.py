@@ -190,11 +190,14 @@ from transformers import AutoModelForCausalLM
 target, prompt, drafters, modules = AutoModelForCausalLM.from_pretrained("target"), torch.load("prompt.pt"), [], []
 for folder in ("one", "two"):
     drafters.append(AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True))
+    assert type(drafters[-1]).__module__.startswith("transformers_modules")  # installed, the package stands back
     modules.append(sys.modules[type(drafters[-1]).osprey_decode.__globals__["AssistedCall"].__module__])
 import osprey.modeling
 from osprey.modeling import decoding_osprey
 drafters.append(osprey.modeling.OspreyDrafter.from_pretrained("one"))
 modules.append(decoding_osprey)
+loaded = AutoModelForCausalLM.from_pretrained("two", trust_remote_code=True)
+assert type(loaded) is osprey.modeling.OspreyDrafter  # imported, it goes before the folder's own code
 assert len({id(module) for module in modules}) == 3
 plain = target.generate(prompt, max_new_tokens=20, do_sample=False)
 
