@@ -1,7 +1,7 @@
 """The Osprey drafter and its place in transformers' assisted generation.
 
-Once this package is imported, `AutoModelForCausalLM` loads drafters with its classes, whatever code they bring along and
-with or without `trust_remote_code`. Where it is only installed, a drafter's own code is run, if it is trusted.
+Once this package is imported, `AutoModelForCausalLM` loads drafters with its classes, whatever code they bring along
+and with or without `trust_remote_code`. Where it is only installed, a drafter's own code is run, if it is trusted.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM

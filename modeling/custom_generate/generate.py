@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 
-HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 
 
 class AssistedTarget:
@@ -45,8 +45,8 @@ class AssistedTarget:
         return assistant_model.osprey_decode(decode, input_ids, **kwargs)
 
 
-def generate(model: PreTrainedModel, assistant_model: PreTrainedModel | None = None, **kwargs) -> Any:
-    """`model.generate(**kwargs)`, drafted for by `assistant_model` or, left out, by this repository's own drafter.
+def generate(*inputs, model: PreTrainedModel, assistant_model: PreTrainedModel | None = None, **kwargs) -> Any:
+    """`model.generate(*inputs, **kwargs)`, drafted for by `assistant_model`, or by this repository's drafter.
 
     Raises:
         ValueError: the drafter was made for another model, or there is no repository to load it from.
@@ -54,11 +54,11 @@ def generate(model: PreTrainedModel, assistant_model: PreTrainedModel | None = N
     options = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     if assistant_model is None and hasattr(model, "osprey_decode"):
         # Loading a drafter with trust_remote_code makes this function its own `generate`.
-        return GenerationMixin.generate(model, **kwargs)
+        return GenerationMixin.generate(model, *inputs, **kwargs)
     if assistant_model is None:
         repo, commit = own_repo(__name__)
         assistant_model = load_drafter(repo, model.dtype, model.device, **options | {"revision": commit})
-    return GenerationMixin.generate(AssistedTarget(model), assistant_model=assistant_model, **kwargs)
+    return GenerationMixin.generate(AssistedTarget(model), *inputs, assistant_model=assistant_model, **kwargs)
 
 
 @lru_cache(maxsize=1)
