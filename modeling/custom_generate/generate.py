@@ -31,7 +31,7 @@ class AssistedTarget:
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs) -> None:
         drafter = generation_mode_kwargs["assistant_model"]
         drafter.osprey_check_target(self.target)
-        if "tokenizer" in generation_mode_kwargs:
+        if "tokenizer" in generation_mode_kwargs and hasattr(drafter, "osprey_check_tokenizer"):
             drafter.osprey_check_tokenizer(generation_mode_kwargs["tokenizer"])
         self.target._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
 

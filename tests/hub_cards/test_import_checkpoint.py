@@ -6,7 +6,7 @@ import pytest
 import torch
 from bytes_tokenizer import VOCABULARY as BYTES
 from bytes_tokenizer import bytes_tokenizer
-from hub_cache import put_into_hub_cache
+from hub_cache import cache_repo, put_into_hub_cache
 from released import LLAMA3, block_names, released_config, released_tensors, step_by_step, write_released
 from safetensors.torch import load_file, save_file
 from tiny import assert_same_text, tiny_target
@@ -156,11 +156,13 @@ def test_from_the_hub(tmp_path, target, monkeypatch, capsys):
     assert drafter.config.target_revision == target_commit
     assert_computes(drafter, config, tensors, target)
 
-    capsys.readouterr()
+    cache_repo(tmp_path / "hub", "org/one", tmp_path / "files" / "qwen3-8b" / "osprey-chat")  # not in a subfolder
+    assert command(["import", "org/one", "--target", "Qwen/Qwen3-8B", "--out", str(tmp_path / "one")]) == 0
+    assert f"{len(tensors)} tensors, each of them accounted for" in capsys.readouterr().out
     for name, message in (
         (f"{repo}/qwen3-8b/nothing", "neither a local folder nor in the Hub's local cache"),
         (f"{repo}/other/osprey", "does not say which target it was trained for: name it with --target"),
-        ("org/osprey", "does not say which target it was trained for"),
+        ("org/one", "does not say which target it was trained for"),
         ("./nowhere", "does not say which target"),
     ):
         assert command(["import", name, "--out", str(tmp_path / "other")]) == 1

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 from bytes_tokenizer import bytes_tokenizer
@@ -11,6 +12,7 @@ from tiny import tiny_drafter, tiny_prompt, tiny_target
 from osprey.modeling import OspreyConfig, OspreyDrafter, check_target, check_tokenizer, vocabulary_sha256
 from osprey.modeling.configuration_osprey import FORMAT_VERSION
 
+ROOT = Path(__file__).resolve().parents[2]
 OURS, THEIRS = "a" * 40, "b" * 40
 
 
@@ -106,6 +108,17 @@ def test_older_checkpoints_are_read(tmp_path, version):
     assert old.config.target_tokenizer_sha256 is None and old.config.target == "org/Model"
     old.save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["format_version"] == FORMAT_VERSION
+
+
+@pytest.mark.parametrize(
+    "folder", sorted((ROOT / "hub_cards").glob("*/config.json")), ids=lambda path: path.parent.name
+)
+def test_published_checkpoints_are_read(folder):
+    config = OspreyConfig.from_pretrained(folder.parent)
+    stored = json.loads(folder.read_text())
+    assert stored["format_version"] <= FORMAT_VERSION == config.format_version
+    names = ("target", "target_layer_ids", "draft_vocab_size", "hidden_size", "rope_parameters")
+    assert [getattr(config, name) for name in names] == [stored[name] for name in names]
 
 
 @pytest.mark.parametrize("version", [0, FORMAT_VERSION + 1])
