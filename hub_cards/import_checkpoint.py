@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -78,7 +79,10 @@ def read_checkpoint(folder: str | Path) -> ReleasedCheckpoint:
         raise ValueError(f"{path} lacks rope_theta: fetch the checkpoint again, nothing is guessed.")
 
     own = {key: value for key, value in config.items() if key not in READ or key.startswith("rope_")}
-    blocks = AutoConfig.for_model(config["model_type"], **own)
+    try:
+        blocks = AutoConfig.for_model(config["model_type"], **own)
+    except StrictDataclassError as error:  # a value of another type
+        raise ValueError(f"{path} is no {config['model_type']} config: {' '.join(str(error).split())}.") from error
     ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     return ReleasedCheckpoint(
         folder=folder,

@@ -188,6 +188,7 @@ def test_from_the_hub(tmp_path, target, monkeypatch, capsys):
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, r"taps \[1, 3, 7\] do not fit"),
         ({"intermediate_size": 48}, r"mlp\.\w+\.weight in .* has the shape"),
         ({"num_hidden_layers": 3}, "lacks layers.2.hidden_norm.weight, .* and 8 more: it is damaged"),
+        ({"hidden_size": "24"}, "config.json is no qwen3 config: .*hidden_size"),
         ({"num_hidden_layers": 1}, "lacks midlayer.hidden_norm.weight"),
     ],
 )
