@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from osprey.cli.parser import Parser
 from osprey.cli.targets import DEFAULT_TARGET, find_model, resolve_target
 from osprey.eval.prompts import Prompt, load_prompts
-from osprey.train.checkpoints import public_name, write_json
+from osprey.train.checkpoints import hub_commit, public_name, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +126,7 @@ def load_pair(arguments: argparse.Namespace, drafter_path: str, prompts: list[Pr
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from osprey.modeling import OspreyDrafter, check_target, fp16_linears, int8_linears
+    from osprey.modeling import OspreyDrafter, check_target, check_tokenizer, fp16_linears, int8_linears
 
     target_path = resolve_target(arguments.target)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
@@ -137,7 +137,8 @@ def load_pair(arguments: argparse.Namespace, drafter_path: str, prompts: list[Pr
     tokenizer = AutoTokenizer.from_pretrained(target_path)
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype=dtype).to(device).eval()
     drafter = OspreyDrafter.from_pretrained(drafter_path, dtype=target.dtype).to(device).eval()
-    check_target(drafter, target)
+    check_target(drafter, target, hub_commit(target_path))
+    check_tokenizer(drafter, tokenizer)
     if arguments.num_assistant_tokens is not None:
         drafter.generation_config.num_assistant_tokens = arguments.num_assistant_tokens
     if arguments.confidence_threshold is not None:

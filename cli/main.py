@@ -1,4 +1,4 @@
-"""The `osprey` command: finds the verb and hands over; every verb lives in `cli/<verb>.py`.
+"""The `osprey` command: finds the verb and hands over; every verb lives in `cli/<verb>.py` (but see `MODULES`).
 
 Nothing heavy is imported before the verb is known, so that `osprey --help` answers at once.
 """
@@ -23,8 +23,10 @@ VERBS = {
     "push": "publish a drafter or a backbone on the Hub",
     "pull": "fetch one from the Hub, by name or the best for a target",
     "zoo": "list the drafters and backbones there are: on the Hub and on this machine",
+    "import": "turn a checkpoint that the paper's authors released into a drafter folder",
     "generate": "generate with a target and its drafter, and compare with plain generation",
 }
+MODULES = {"import": "import_checkpoint"}  # a keyword cannot be a module's name
 
 
 def usage() -> str:
@@ -54,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"did you mean {close[0]!r}?" if close else f"the verbs are {', '.join(VERBS)}."
         print(f"osprey: there is no verb {verb!r}; {hint}", file=sys.stderr)
         return 2
-    return guarded(f"osprey {verb}", lambda: importlib.import_module(f"osprey.cli.{verb}").main(rest))
+    module = f"osprey.cli.{MODULES.get(verb, verb)}"
+    return guarded(f"osprey {verb}", lambda: importlib.import_module(module).main(rest))
 
 
 def guarded(name: str, command: Callable[[], int]) -> int:

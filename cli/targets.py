@@ -58,7 +58,8 @@ def find_model(kind: str, name: str) -> str:
     return name
 
 
-def check_on_hub(kind: str, name: str) -> None:
+def check_on_hub(kind: str, name: str, config: str = "config.json", revision: str | None = None) -> None:
+    """Raises `OSError` or `ValueError` with one sentence where neither the Hub nor its cache has `config`."""
     from huggingface_hub import errors, hf_hub_download
     from huggingface_hub.utils import logging
 
@@ -66,7 +67,7 @@ def check_on_hub(kind: str, name: str) -> None:
     unknown = f"unknown {kind} {name!r}: neither a local folder nor a model on the Hub"
     unknown += f", nor the built-in {DEFAULT_TARGET}." if kind == "target" else "."
     try:
-        hf_hub_download(name, "config.json")
+        hf_hub_download(name, config, revision=revision)
     except errors.HFValidationError as error:
         raise ValueError(unknown) from error
     except errors.GatedRepoError as error:
@@ -79,7 +80,7 @@ def check_on_hub(kind: str, name: str) -> None:
             "(no network?)."
         ) from error
     except errors.EntryNotFoundError as error:
-        raise OSError(f"{name!r} on the Hub has no config.json, so it holds no {kind}.") from error
+        raise OSError(f"{name!r} on the Hub has no {config}, so it holds no {kind}.") from error
     except (errors.HfHubHTTPError, OSError) as error:
         raise OSError(f"the Hub did not serve {kind} {name!r}: {first_line(error)}") from error
 

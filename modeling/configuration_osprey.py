@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.generation.candidate_generator import CandidateGenerator
 
 MINIMUM_TRANSFORMERS = "5.24.0"
+FORMAT_VERSION = 2  # 2: `target_tokenizer_sha256`
 
 if not hasattr(CandidateGenerator, "requires_model_outputs"):
     raise ImportError(
@@ -55,10 +56,11 @@ class OspreyConfig(PreTrainedConfig):
         target (`str`), target_revision (`str`): the model that this drafter was adapted to.
         target_num_tokens (`int`, *optional*): ids that the target's tokenizer knows. Rows of the embedding from there
             on only pad the vocabulary, and are never drafted; `None`: there are none.
+        target_tokenizer_sha256 (`str`, *optional*): hash of the target's vocabulary, see `vocabulary_sha256`.
         target_hidden_size (`int`), target_num_hidden_layers (`int`): its shape (H, L), checked before drafting.
         target_layer_ids (`list[int]`): three decoder layers of the target whose outputs are read, counted from 0.
         backbone (`str`), backbone_model_type (`str`): where the blocks came from, and their family.
-        format_version (`int`): version of this checkpoint format.
+        format_version (`int`): version of this checkpoint format; older ones, and configs without it, are read too.
     """
 
     model_type = "osprey"
@@ -91,12 +93,13 @@ class OspreyConfig(PreTrainedConfig):
     target: str | None = None
     target_revision: str | None = None
     target_num_tokens: int | None = None
+    target_tokenizer_sha256: str | None = None
     target_hidden_size: int | None = None
     target_num_hidden_layers: int | None = None
     target_layer_ids: list[int] | None = None
     backbone: str | None = None
     backbone_model_type: str = "llama"
-    format_version: int = 1
+    format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs):
         if self.num_key_value_heads is None:
@@ -108,13 +111,14 @@ class OspreyConfig(PreTrainedConfig):
         if self.target_layer_ids is None and self.target_num_hidden_layers is not None:
             self.target_layer_ids = default_target_layer_ids(self.target_num_hidden_layers)
         super().__post_init__(**kwargs)
+        if not 1 <= self.format_version <= FORMAT_VERSION:
+            raise ValueError(
+                f"format_version is {self.format_version}, but this code reads versions 1 to {FORMAT_VERSION} of the "
+                "checkpoint format: update osprey-drafter."
+            )
+        self.format_version = FORMAT_VERSION  # what an older checkpoint lacks has its default: saved, it is a new one
         self._refuse_unknown_keys(kwargs)
         self._check_taps()
-        if self.format_version != 1:
-            raise ValueError(
-                f"format_version is {self.format_version}, but this code reads version 1 of the checkpoint format: "
-                "update osprey-drafter."
-            )
         if self.num_attention_heads % self.num_key_value_heads != 0:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}, but it must be a multiple of num_key_value_heads "

@@ -167,6 +167,8 @@ def install() -> None:
         assistant = generation_mode_kwargs.get("assistant_model")
         if hasattr(assistant, "osprey_check_target"):
             assistant.osprey_check_target(self)
+        if "tokenizer" in generation_mode_kwargs and hasattr(assistant, "osprey_check_tokenizer"):
+            assistant.osprey_check_tokenizer(generation_mode_kwargs["tokenizer"])
         return validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs)
 
     @wraps(assisted_decoding)

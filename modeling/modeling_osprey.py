@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -18,8 +18,9 @@ from transformers.utils import ModelOutput
 
 from .configuration_osprey import OspreyConfig
 from .decoding_osprey import AssistedCall, install
-from .generation_osprey import OspreyCandidateGenerator, check_target
+from .generation_osprey import OspreyCandidateGenerator
 from .layers_osprey import OspreyDecoderLayer
+from .target_osprey import check_target, check_tokenizer
 
 
 @dataclass
@@ -241,6 +242,9 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
     def osprey_check_target(self, target: PreTrainedModel) -> None:
         check_target(self, target)
 
+    def osprey_check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        check_tokenizer(self, tokenizer)
+
     def osprey_candidate_generator(self, target: PreTrainedModel, **kwargs) -> OspreyCandidateGenerator:
         return OspreyCandidateGenerator(self, target, **kwargs)
 
@@ -270,6 +274,7 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
             refuse_incomplete_folder(os.path.join(path, kwargs.get("subfolder") or ""))
         if "dtype" not in kwargs and "torch_dtype" not in kwargs and not torch.accelerator.is_available():
             kwargs["dtype"] = torch.float32
+        kwargs["use_safetensors"] = True  # nothing is ever unpickled
         return_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("ignore_mismatched_sizes", True)  # reported below, with the other faults
         try:

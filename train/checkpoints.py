@@ -111,6 +111,14 @@ def weights_sha256(name_or_path: str) -> str | None:
     return hashlib.sha256("".join(map(file_sha256, files)).encode()).hexdigest() if files else None
 
 
+def hub_commit(name_or_path: str, revision: str | None = None) -> str | None:
+    """The commit that `revision` of a model on the Hub is at; of a folder, or where the Hub tells none, `revision`."""
+    from transformers.utils import resolve_revision
+
+    found = resolve_revision(name_or_path, revision)
+    return getattr(found, "resolved", found)
+
+
 def public_name(name_or_path: str) -> str:
     """A Hub id as it is; of a local folder only its name, since where it lies on this machine means nothing else."""
     path = Path(name_or_path).expanduser()

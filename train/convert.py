@@ -22,11 +22,13 @@ from transformers import (
 
 from osprey.modeling.configuration_osprey import OspreyConfig, default_target_layer_ids
 from osprey.modeling.modeling_osprey import OspreyDrafterForCausalLM
+from osprey.modeling.target_osprey import vocabulary_sha256
 from osprey.train.align import VocabularyAlignment, cached_alignment, load_tokenizer
 from osprey.train.checkpoints import (
     TRAINING_FILE,
     atomic_folder,
     file_sha256,
+    hub_commit,
     provenance,
     public_name,
     versions,
@@ -92,7 +94,7 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
         alignment = cached_alignment(load_tokenizer(arguments.backbone), target_tokenizer)
         if not arguments.force:
             alignment.refuse_if_poor()
-        config.target_num_tokens = min(len(alignment.kinds), config.vocab_size)  # rows behind these are padding
+        identify_target(config, arguments.target, target_tokenizer)
         shortlist, shortlist_record = None, None
         if arguments.draft_vocab_size is not None:
             counts = count_tokens(target_tokenizer, arguments.frequencies, arguments.response_weight)
@@ -187,6 +189,14 @@ def drafter_config(
         eos_token_id=target.eos_token_id if target.eos_token_id is not None else tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def identify_target(config: OspreyConfig, target: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Put into `config` by what the target is known again: its commit on the Hub, and its tokenizer."""
+    config.target_revision = hub_commit(target, config.target_revision)
+    config.target_tokenizer_sha256 = vocabulary_sha256(tokenizer)
+    # Rows behind the tokenizer's ids are padding.
+    config.target_num_tokens = min(max(tokenizer.get_vocab().values()) + 1, config.vocab_size)
 
 
 def convert_state_dict(

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from osprey.modeling.modeling_osprey import OspreyDrafterForCausalLM
+from osprey.modeling.target_osprey import check_tokenizer
 from osprey.train.align import load_tokenizer
 from osprey.train.checkpoints import (
     TRAINING_FILE,
@@ -80,7 +81,9 @@ def distill(arguments: DistillArguments, config: OspreyDistillationConfig) -> di
             source, data_hash = dataset.settings | {"data": dataset.sources}, dataset.identity()
         else:
             target = load_target(arguments.target, drafter.config.target_revision, config)
-            examples = read_examples(arguments, config, load_tokenizer(arguments.target))
+            target_tokenizer = load_tokenizer(arguments.target, drafter.config.target_revision)
+            check_tokenizer(drafter, target_tokenizer)
+            examples = read_examples(arguments, config, target_tokenizer)
             refuse_longer_than_context(examples, target)
             dataset = with_answers(examples, arguments.held_out_percent, target, drafter, config.max_new_tokens)
             files = [{"file": Path(path).name, "sha256": file_sha256(path)} for path in arguments.data]

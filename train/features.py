@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from osprey.modeling.configuration_osprey import default_target_layer_ids
 from osprey.train.align import load_tokenizer
-from osprey.train.checkpoints import file_sha256, public_name, write_json
+from osprey.train.checkpoints import file_sha256, hub_commit, public_name, write_json
 from osprey.train.data import check_file
 from osprey.train.examples import Example, tokenize_row
 from osprey.train.jsonl import read_rows
@@ -123,7 +123,8 @@ def prepare_features(arguments: FeatureArguments) -> Path:
     }
     head = check_head(target, examples[0].input_ids).to(STORED_DTYPES[arguments.dtype])  # [V, H]
     # Two targets of one shape, or two revisions of one target, differ in their heads.
-    settings |= {"head_sha256": tensor_sha256(head), "target_revision": getattr(target.config, "_commit_hash", None)}
+    commit = hub_commit(arguments.target, arguments.target_revision)
+    settings |= {"head_sha256": tensor_sha256(head), "target_revision": commit}
     index = _open_index(folder, settings)
     if not (folder / HEAD_FILE).exists():
         _write_safetensors({"weight": head.cpu()}, folder / HEAD_FILE)

@@ -24,6 +24,7 @@ from .controller_osprey import AdaptiveDraftLength, FixedDraftLength, statistics
 from .decoding_osprey import new_acceptance
 from .layers_osprey import BufferedLayer
 from .lookup_osprey import NgramIndex
+from .target_osprey import check_target
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 DEFAULT_CONFIDENCE_THRESHOLD = 0.0
@@ -33,21 +34,6 @@ DEFAULT_ADAPTIVE_DRAFT_LENGTH = False
 DEFAULT_LOOKUP_NUM_TOKENS = 10
 DEFAULT_LOOKUP_NGRAM_SIZE = 2
 LONGEST_NGRAM = 5
-
-
-def check_target(drafter: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Raise `ValueError` where `drafter` was made for a model of another shape than `target`."""
-    ours, theirs = drafter.config, target.config.get_text_config()
-    for name, expected, found in (
-        ("vocabulary size", ours.vocab_size, theirs.vocab_size),
-        ("hidden size", ours.target_hidden_size, theirs.hidden_size),
-        ("number of layers", ours.target_num_hidden_layers, theirs.num_hidden_layers),
-    ):
-        if expected is not None and expected != found:
-            raise ValueError(
-                f"This drafter was made for {ours.target or 'a target'} with a {name} of {expected}, but the model "
-                f"that generates has {found}: use the drafter of that model, or make one with `osprey convert`."
-            )
 
 
 class OspreyCandidateGenerator(CandidateGenerator):

@@ -3,13 +3,16 @@
 import json
 import re
 import shutil
+import warnings
 
 import pytest
 from bytes_tokenizer import VOCABULARY, bytes_tokenizer
+from hub_cache import put_into_hub_cache
 from tiny import tiny_drafter, tiny_target
 
 from osprey.cli import generate
 from osprey.cli.main import main
+from osprey.modeling import vocabulary_sha256
 
 TEMPLATE = "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }}\n{% endfor %}"
 
@@ -77,6 +80,28 @@ def test_run_with_json(osprey, tmp_path, weights):
     assert re.fullmatch(r"plain .* tok/s, assisted .* tok/s, speedup .*x, MAL .* mean .* pooled, identical yes", last)
     assert f"{weights} weights" in out
     assert "\x1b" not in out  # not a terminal
+
+
+def test_another_tokenizer_or_revision(osprey, folders, tmp_path, monkeypatch):
+    target = tiny_target(vocab_size=VOCABULARY)
+    commit = put_into_hub_cache(tmp_path / "hub", "org/target", folders / "target", monkeypatch)
+    for name, changes in (
+        ("same", {"target_tokenizer_sha256": vocabulary_sha256(bytes_tokenizer()), "target_revision": commit}),
+        ("tokenizer", {"target_tokenizer_sha256": "0" * 64}),
+        ("revision", {"target_revision": "0" * 40}),
+    ):
+        drafter = tiny_drafter(target, **changes)
+        drafter.config.target = "org/target"
+        drafter.save_pretrained(tmp_path / name)
+    monkeypatch.setattr(generate, "resolve_target", lambda name: "org/target")
+    run = ("--prompt", "Hello?", "--no-compare", "--max-new-tokens", "2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert osprey(*run, drafter=tmp_path / "same")[0] == 0
+    status, _, err = osprey(*run, drafter=tmp_path / "tokenizer")
+    assert status == 1 and "for the tokenizer of org/target, but one with another vocabulary was given" in err
+    with pytest.warns(UserWarning, match=f"for revision 000000000000 of org/target, but {commit[:12]} generates"):
+        assert osprey(*run, drafter=tmp_path / "revision")[0] == 0
 
 
 def test_one_prompt_without_comparison(osprey, tmp_path):

@@ -218,7 +218,7 @@ def test_hub_refusals(monkeypatch, kind, message):
 
 def test_hub_id_passes_through(monkeypatch):
     asked = []
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *args: asked.append(args))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *args, **kwargs: asked.append(args))
     assert targets.resolve_target("org/model") == "org/model"
     assert asked == [("org/model", "config.json")]
 

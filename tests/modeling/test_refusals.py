@@ -11,6 +11,7 @@ from tiny import SHAPE, tiny_drafter, tiny_prompt, tiny_target
 from transformers import AutoModelForCausalLM
 
 from osprey.modeling import OspreyConfig, OspreyDrafter, check_target, default_target_layer_ids
+from osprey.modeling.configuration_osprey import FORMAT_VERSION
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,10 @@ def edit_config(folder, **changes):
         ({"target_num_tokens": 49}, "target_num_tokens is 49, but it must lie between 1 and .* vocab_size 48"),
         ({"target_num_tokens": 2}, "draft_vocab_size is 3, but it must lie between 1 and the 2 tokens"),
         ({"draft_vocab_size": 0}, "draft_vocab_size is 0"),
-        ({"format_version": 2}, "format_version"),
+        (
+            {"format_version": FORMAT_VERSION + 1, "new": 1},
+            "format_version is 3, but this code reads versions 1 to 2 of",
+        ),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
     ],
 )

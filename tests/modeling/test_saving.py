@@ -1,6 +1,5 @@
 """Saving, loading, and a drafter folder as remote code in a process that has no `osprey`."""
 
-import ast
 import json
 import os
 import subprocess
@@ -111,19 +110,6 @@ def test_shards(tmp_path):
     assert torch.equal(scores(OspreyDrafter.from_pretrained(tmp_path)), scores(drafter))
 
 
-def test_remote_code_imports_only_torch_and_transformers():
-    folder = Path(modeling_osprey.__file__).parent
-    allowed = {"torch", "transformers", *sys.stdlib_module_names}
-    travels = {path.stem for path in folder.glob("*_osprey.py")}
-    assert "modeling_osprey" in travels
-    for name in travels:
-        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
-            if isinstance(node, ast.Import):
-                assert {alias.name.split(".")[0] for alias in node.names} <= allowed
-            if isinstance(node, ast.ImportFrom):
-                assert node.module in travels if node.level else node.module.split(".")[0] in allowed
-
-
 STRANGER = """
 import sys
 
@@ -190,11 +176,14 @@ from transformers import AutoModelForCausalLM
 target, prompt, drafters, modules = AutoModelForCausalLM.from_pretrained("target"), torch.load("prompt.pt"), [], []
 for folder in ("one", "two"):
     drafters.append(AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True))
+    assert type(drafters[-1]).__module__.startswith("transformers_modules")  # installed, the package stands back
     modules.append(sys.modules[type(drafters[-1]).osprey_decode.__globals__["AssistedCall"].__module__])
 import osprey.modeling
 from osprey.modeling import decoding_osprey
 drafters.append(osprey.modeling.OspreyDrafter.from_pretrained("one"))
 modules.append(decoding_osprey)
+loaded = AutoModelForCausalLM.from_pretrained("two", trust_remote_code=True)
+assert type(loaded) is osprey.modeling.OspreyDrafter  # imported, it goes before the folder's own code
 assert len({id(module) for module in modules}) == 3
 plain = target.generate(prompt, max_new_tokens=20, do_sample=False)
 

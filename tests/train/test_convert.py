@@ -6,11 +6,12 @@ import pytest
 import torch
 from bytes_tokenizer import VOCABULARY as BYTES
 from bytes_tokenizer import bytes_tokenizer
+from hub_cache import put_into_hub_cache
 from tiny import tiny_target
 from transformers import AutoTokenizer
 
 from osprey.cli.convert import main
-from osprey.modeling import OspreyDrafter
+from osprey.modeling import OspreyDrafter, vocabulary_sha256
 from osprey.train import align
 from osprey.train.checkpoints import cache_dir
 from osprey.train.convert import ConvertArguments, convert
@@ -187,6 +188,20 @@ def test_the_shortlist_counts_what_the_assistant_says_in_chats(tmp_path, folders
     (tmp_path / "chats.jsonl").write_text(json.dumps(row))
     convert(arguments(tmp_path, draft_vocab_size=3, frequencies=[str(tmp_path / "chats.jsonl")]))
     assert OspreyDrafter.from_pretrained(tmp_path / "out").draft_ids.tolist() == sorted([2, b, c])
+
+
+def test_the_target_is_known_again(tmp_path, folders, monkeypatch):
+    """By its tokenizer, and on the Hub by the commit that a branch or tag was at."""
+    folders("llama")
+    convert(arguments(tmp_path))
+    config = OspreyDrafter.from_pretrained(tmp_path / "out").config
+    assert (config.target, config.target_revision) == ("target", None)
+    assert config.target_tokenizer_sha256 == vocabulary_sha256(bytes_tokenizer())
+    assert config.target_num_tokens == BYTES
+    commit = put_into_hub_cache(tmp_path / "hub", "org/target", tmp_path / "target", monkeypatch)
+    for revision, recorded in ((None, commit), ("main", commit), (commit, commit)):
+        convert(arguments(tmp_path, target="org/target", target_revision=revision, overwrite=True))
+        assert OspreyDrafter.from_pretrained(tmp_path / "out").config.target_revision == recorded
 
 
 def test_alignments_are_kept(tmp_path, folders, monkeypatch):

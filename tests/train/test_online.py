@@ -183,3 +183,7 @@ def test_refusals(line):
     (line / "target" / "chat_template.jinja").unlink(missing_ok=True)
     with pytest.raises(ValueError, match="has no chat template"):
         main(online(line, "out", "run", **data))
+    path = line / "drafter" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target": "t", "target_tokenizer_sha256": "0" * 64}))
+    with pytest.raises(ValueError, match="made for the tokenizer of t, but one with another vocabulary was given"):
+        main(online(line, "out", "run", **data))
