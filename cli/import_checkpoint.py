@@ -12,7 +12,15 @@ from osprey.cli.targets import check_on_hub, resolve_target
 from osprey.hub_cards.import_checkpoint import REPO, TARGETS, load_weights, read_checkpoint
 from osprey.modeling import OspreyDrafter
 from osprey.train.align import load_tokenizer
-from osprey.train.checkpoints import TRAINING_FILE, atomic_folder, public_name, versions, weights_sha256, write_json
+from osprey.train.checkpoints import (
+    TRAINING_FILE,
+    atomic_folder,
+    public_name,
+    save_drafter,
+    versions,
+    weights_sha256,
+    write_json,
+)
 from osprey.train.convert import ConvertArguments, drafter_config, identify_target
 from osprey.train.prune import refuse_windows
 
@@ -89,8 +97,7 @@ def import_checkpoint(arguments: ImportArguments) -> dict[str, Any]:
             "target_layer_ids": config.target_layer_ids,
             "versions": versions(),
         }
-        drafter.save_pretrained(work)
-        tokenizer.save_pretrained(work)
+        save_drafter(drafter, tokenizer, work)
         write_json(work / TRAINING_FILE, {"stages": [record]})
     return record
 

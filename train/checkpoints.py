@@ -8,13 +8,18 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 TRAINING_FILE = "training.json"
+CUSTOM_GENERATE = "custom_generate"  # of `osprey.modeling`, and of every drafter folder
 
 
 @contextmanager
@@ -57,6 +62,16 @@ def _put_in_place(work: Path, out: Path) -> None:
         shutil.rmtree(old)
     else:
         old.unlink()
+
+
+def save_drafter(drafter: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Weights, config, the remote code with its `custom_generate`, and the target's tokenizer."""
+    drafter.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / CUSTOM_GENERATE).mkdir(exist_ok=True)
+    for file in resources.files("osprey.modeling").joinpath(CUSTOM_GENERATE).iterdir():
+        if file.is_file():
+            (folder / CUSTOM_GENERATE / file.name).write_bytes(file.read_bytes())
 
 
 def cache_dir() -> Path:

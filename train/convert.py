@@ -31,6 +31,7 @@ from osprey.train.checkpoints import (
     hub_commit,
     provenance,
     public_name,
+    save_drafter,
     versions,
     write_json,
 )
@@ -129,8 +130,7 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
             "shortlist": shortlist_record,
             "versions": versions(),
         }
-        drafter.save_pretrained(work)
-        target_tokenizer.save_pretrained(work)
+        save_drafter(drafter, target_tokenizer, work)
         write_json(work / TRAINING_FILE, {"stages": [*provenance(arguments.backbone), record]})
     return record
 

@@ -22,6 +22,7 @@ from osprey.train.checkpoints import (
     file_sha256,
     provenance,
     public_name,
+    save_drafter,
     versions,
     write_json,
 )
@@ -124,8 +125,7 @@ def distill(arguments: DistillArguments, config: OspreyDistillationConfig) -> di
             "held_out": trainer.evaluate() if held_out.rows else {},
             "versions": versions(),
         }
-        drafter.save_pretrained(work)
-        tokenizer.save_pretrained(work)
+        save_drafter(drafter, tokenizer, work)
         write_json(work / TRAINING_FILE, {"stages": [*provenance(arguments.drafter), record]})
     return record
 

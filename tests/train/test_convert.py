@@ -234,6 +234,7 @@ def test_refusals(tmp_path, folders):
         convert(arguments(tmp_path))
     convert(arguments(tmp_path, overwrite=True))
     assert (tmp_path / "out" / "model.safetensors").exists()
+    assert (tmp_path / "out" / "custom_generate" / "generate.py").exists()
     folders("gemma3")
     with pytest.raises(ValueError, match="'gemma3_text'.*llama, qwen2, qwen3"):
         convert(arguments(tmp_path, overwrite=True))
