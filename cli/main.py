@@ -20,6 +20,7 @@ VERBS = {
     "adapt": "convert, prepare and distill in one: a backbone becomes a drafter",
     "plan": "sizes, memory and time of an adaptation, before it starts",
     "baseline": "an untrained EAGLE-3-style drafter, to distill and compare with",
+    "bench": "acceptance and speed by domain and language, beside baselines; plots",
     "generate": "generate with a target and its drafter, and compare with plain generation",
 }
 
