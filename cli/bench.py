@@ -68,7 +68,6 @@ def main(argv: list[str]) -> int:
     if arguments.plots:
         return draw(arguments.plots, arguments.out)
     check_arguments(arguments)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from osprey.eval.markdown import to_markdown
     from osprey.eval.suites import load_suite
 
@@ -129,6 +128,7 @@ def measure(arguments: BenchArguments, items: list["Item"], runs: Path, argv: li
     from osprey.eval.report import make_result
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # generation warns of what transformers itself does with an assistant
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     plan = Plan(arguments.temperatures, arguments.draft_lengths, arguments.max_new_tokens, arguments.seed)
@@ -231,7 +231,8 @@ def environment(argv: list[str]) -> dict[str, Any]:
     words = []
     for word in argv:
         name, equals, path = word.rpartition("=")
-        words.append(f"{name}{equals}{public_name(path)}" if Path(path).expanduser().exists() else word)
+        place = Path(path).expanduser()
+        words.append(f"{name}{equals}{place.name}" if place.is_absolute() or place.exists() else word)
     git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--short=12", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

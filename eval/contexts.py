@@ -47,8 +47,8 @@ def fill(task: str, others: list[str], length: int, tokenizer: PreTrainedTokeniz
     ids = tokenizer(notes, add_special_tokens=False)["input_ids"]
     if len(ids) < room:
         raise ValueError(
-            f"the suite has too little text to fill a context of {length} tokens (it has {len(ids)} beside each "
-            "prompt): choose shorter --context-lengths or a larger suite."
+            f"the suite has too little text to fill such a context: {len(ids)} tokens beside a prompt, where {room} "
+            "are due; choose shorter --context-lengths or a larger suite."
         )
     while True:
         text = FRAME.format(notes=tokenizer.decode(ids[:room]), task=task)
