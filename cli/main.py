@@ -62,9 +62,10 @@ def guarded(name: str, command: Callable[[], int]) -> int:
     except ModuleNotFoundError as error:
         if os.environ.get("OSPREY_DEBUG") == "1" or (error.name or "").split(".")[0] == "osprey":
             raise
+        extra = "eval" if error.name == "matplotlib" else "train"
         print(
-            f"{name} needs the package {error.name}, which is not installed: it comes with the extra `train` "
-            "(in a clone: .venv/bin/pip install -e '.[train]').",
+            f"{name} needs the package {error.name}, which is not installed: it comes with the extra `{extra}` "
+            f"(in a clone: .venv/bin/pip install -e '.[{extra}]').",
             file=sys.stderr,
         )
         return 1

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from osprey.eval.peers import DEFAULT, PLAIN
-from osprey.eval.report import matrix, select
+from osprey.eval.peers import PLAIN
+from osprey.eval.report import DIMENSIONS, matrix, select
 
 Row = dict[str, Any]
 
@@ -36,6 +36,7 @@ def describe(result: Row) -> str:
         f"{settings['seed']}. Intervals are 95 %, by bootstrap over requests.",
         "*MAL* is tokens emitted per verification of the target, the bonus token included, the prefill not counted: "
         "the mean over requests. *Speedup* is over plain generation in the same process.",
+        f"Peak memory of the process, all models loaded: {result['peak_memory_bytes'] / 1e9:.1f} GB.",
         f"Made by `{environment['command']}` at commit {environment['commit'] or 'unknown'}.",
     ]
     if result.get("plain_scale", 1.0) > 1:
@@ -56,45 +57,38 @@ def of_setting(result: Row, temperature: float, context: int | None) -> list[str
     mode = "Greedy" if temperature == 0 else f"Sampled at temperature {temperature:g}"
     parts = [f"## {mode}" + (f", context of {context} tokens" if context is not None else "")]
     first = settings["draft_lengths"][0]
-    main = [row for row in rows if row["draft_length"] in (first, DEFAULT) or row["peer"] == PLAIN]
-    main = [row for row in main if row["draft_length"] == first or row["peer"] == PLAIN]
-    everything = [row for row in main if not any(row[name] for name in ("domain", "language", "file"))]
-    parts += [f"Draft length: {first}.", overall(everything)]
-    for name in ("domain", "language", "file"):
-        others = {"domain", "language", "file"} - {name}
-        some = [row for row in main if row[name] is not None and all(row[other] is None for other in others)]
+    main = [row for row in rows if row["draft_length"] == first or row["peer"] == PLAIN]
+    drafting = [row for row in rows if row["peer"] != PLAIN]
+    parts += [f"Draft length: {first}.", overall([row for row in main if narrowed(row) == set()])]
+    for name in DIMENSIONS:
+        some = [row for row in drafting if row["draft_length"] == first and narrowed(row) == {name}]
         if len({row[name] for row in some}) > 1:
-            some = [row for row in some if row["peer"] != PLAIN]
-            parts += [f"### MAL by {name}", crossed(some, name, "peer", lambda row: estimate(row["mal_mean"]))]
-            parts += [f"### Speedup by {name}", crossed(some, name, "peer", lambda row: estimate(row["speedup"], "x"))]
+            parts += mal_and_speedup(some, name)
+    everything = [row for row in drafting if narrowed(row) == set()]
     if len(settings["draft_lengths"]) > 1:
-        some = [row for row in rows if not any(row[name] for name in ("domain", "language", "file"))]
-        some = [row for row in some if row["peer"] != PLAIN]
-        parts += [
-            "### MAL by draft length",
-            crossed(some, "draft_length", "peer", lambda row: estimate(row["mal_mean"])),
-        ]
-        parts += [
-            "### Speedup by draft length",
-            crossed(some, "draft_length", "peer", lambda row: estimate(row["speedup"], "x")),
-        ]
-    parts += by_position([row for row in everything if row["peer"] != PLAIN])
+        parts += mal_and_speedup(everything, "draft_length")
+    parts += by_position([row for row in everything if row["draft_length"] == first])
     return parts + compared(result, temperature, context, first)
 
 
-def overall(rows: list[Row]) -> str:
-    header = [
-        "",
-        "MAL",
-        "pooled",
-        "accepted share",
-        "drafted",
-        "draft ms",
-        "verify ms",
-        "tok/s",
-        "speedup",
-        "identical",
+def narrowed(row: Row) -> set[str]:
+    """Which dimensions the slice of a row is narrowed in."""
+    return {name for name in DIMENSIONS if row[name] is not None}
+
+
+def mal_and_speedup(rows: list[Row], down: str) -> list[str]:
+    name = down.replace("_", " ")
+    return [
+        f"### MAL by {name}",
+        crossed(rows, down, "peer", lambda row: estimate(row["mal_mean"])),
+        f"### Speedup by {name}",
+        crossed(rows, down, "peer", lambda row: estimate(row["speedup"], "x")),
     ]
+
+
+def overall(rows: list[Row]) -> str:
+    header = ["", "MAL", "pooled", "accepted share", "drafted", "draft ms", "verify ms", "tok/s", "speedup"]
+    header.append("identical")
     body = [
         [
             row["peer"],

@@ -291,7 +291,7 @@ def by_context_length(result: Row) -> Figure:
 
 
 def heat_map(result: Row) -> Figure:
-    """The matrix of drafters by domain, the best of each column framed."""
+    """The matrix of drafters by domain, the best of each column bold."""
     peers = result["settings"]["matrix"]
     domains, cells = matrix(result, peers)  # [peers, domains]
     figure, axes = new_figure(2.6 + 0.95 * len(domains), 2.2 + 0.6 * len(peers))
