@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from osprey.cli.parser import Parser
 from osprey.cli.targets import DEFAULT_TARGET, find_model, resolve_target
-from osprey.eval.prompts import Prompt, load_prompts
+from osprey.eval.prompts import Prompt, encode, load_prompts
 from osprey.train.checkpoints import hub_commit, public_name, write_json
 
 if TYPE_CHECKING:
@@ -171,18 +171,6 @@ def plain_rate(target: "PreTrainedModel", inputs: dict[str, "torch.Tensor"]) -> 
     timed_generate(target, inputs, max_new_tokens=2, **kwargs)
     run = timed_generate(target, inputs, max_new_tokens=PROBE_TOKENS, min_new_tokens=PROBE_TOKENS, **kwargs)
     return len(run.token_ids) / run.seconds
-
-
-def encode(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]]) -> dict[str, "torch.Tensor"]:
-    """`input_ids` and `attention_mask` (`[1, T]`) of a conversation; its bare text where there is no chat template."""
-    if tokenizer.chat_template is None:
-        text = "\n".join(message["content"] for message in messages)
-        encoded = tokenizer(text, return_tensors="pt")
-    else:
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
 
 
 def check_length(inputs: dict[str, "torch.Tensor"], target: "PreTrainedModel", prompt: str, new_tokens: int) -> None:

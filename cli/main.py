@@ -24,6 +24,7 @@ VERBS = {
     "pull": "fetch one from the Hub, by name or the best for a target",
     "zoo": "list the drafters and backbones there are: on the Hub and on this machine",
     "import": "turn a checkpoint that the paper's authors released into a drafter folder",
+    "bench": "acceptance and speed by domain and language, beside baselines; plots",
     "generate": "generate with a target and its drafter, and compare with plain generation",
 }
 MODULES = {"import": "import_checkpoint"}  # a keyword cannot be a module's name
@@ -67,9 +68,10 @@ def guarded(name: str, command: Callable[[], int]) -> int:
     except ModuleNotFoundError as error:
         if os.environ.get("OSPREY_DEBUG") == "1" or (error.name or "").split(".")[0] == "osprey":
             raise
+        extra = "eval" if error.name == "matplotlib" else "train"
         print(
-            f"{name} needs the package {error.name}, which is not installed: it comes with the extra `train` "
-            "(in a clone: .venv/bin/pip install -e '.[train]').",
+            f"{name} needs the package {error.name}, which is not installed: it comes with the extra `{extra}` "
+            f"(in a clone: .venv/bin/pip install -e '.[{extra}]').",
             file=sys.stderr,
         )
         return 1

@@ -3,6 +3,11 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -45,3 +50,15 @@ def parse_prompt(line: str, where: str) -> Prompt:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ValueError(f"{where}: 'turns' must be a list of one or more texts.")
     return Prompt(row["id"], row["domain"], row["language"], tuple(turns))
+
+
+def encode(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]]) -> dict[str, "torch.Tensor"]:
+    """`input_ids` and `attention_mask` (`[1, T]`) of a conversation; its bare text where there is no chat template."""
+    if tokenizer.chat_template is None:
+        text = "\n".join(message["content"] for message in messages)
+        encoded = tokenizer(text, return_tensors="pt")
+    else:
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
