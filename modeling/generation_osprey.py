@@ -64,6 +64,7 @@ class OspreyCandidateGenerator(CandidateGenerator):
         self.logits_processor = logits_processor if logits_processor is not None else LogitsProcessorList()
         refuse_history_keepers(self.logits_processor)
         self.drafter = drafter
+        self.device, self.dtype = drafter.device, drafter.dtype  # looked for among all parameters, at each access
         self.hidden_state_ids = [i + 1 for i in drafter.config.target_layer_ids]
         # A caller who wants the hidden states gets them all; else the target keeps only those that are tapped.
         wants_all = generation_config.output_hidden_states and generation_config.return_dict_in_generate
@@ -180,7 +181,7 @@ class OspreyCandidateGenerator(CandidateGenerator):
         tokens = torch.cat([tokens for tokens, _ in self.unread], dim=1)  # [1, T]
         taps = torch.cat([taps for _, taps in self.unread], dim=1)  # [1, T, 3H]
         self.unread.clear()
-        context = drafter.project_taps(taps.to(drafter.dtype))  # [1, T, h]
+        context = drafter.project_taps(taps.to(self.dtype))  # [1, T, h]
         start, known = self.num_cached, tokens.shape[1]
         self.cache.crop(start - self.cache.get_seq_length())
         self.num_cached += known
@@ -204,7 +205,7 @@ class OspreyCandidateGenerator(CandidateGenerator):
         """
         if start == 0 or length == 1 or self.drafter.config._attn_implementation not in ("sdpa", "eager"):
             return None
-        ones = torch.ones(length, start + length, dtype=torch.bool, device=self.drafter.device)
+        ones = torch.ones(length, start + length, dtype=torch.bool, device=self.device)
         return ones.tril(start)[None, None]
 
     def uncached_inputs(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +236,6 @@ class OspreyCandidateGenerator(CandidateGenerator):
         that is all copies.
         """
         states = [model_outputs.hidden_states[i] for i in self.hidden_state_ids]
-        device = self.drafter.device
         is_first = self.num_cached == 0 and not self.unread
         if is_first:  # after `inputs_embeds` only the first generated token has an id
             count = min(states[0].shape[1], input_ids.shape[1])
@@ -243,17 +243,17 @@ class OspreyCandidateGenerator(CandidateGenerator):
         else:
             count = n_last_matches + 1
             states = [state[:, :count] for state in states]
-        tokens = input_ids[:, -count:].to(device)  # [1, T]: position t holds token t + 1
+        tokens = input_ids[:, -count:].to(self.device)  # [1, T]: position t holds token t + 1
         mask = model_kwargs.get("attention_mask")
         if is_first and mask is not None:
             keep = mask[0, -count - 1 : -1].bool()  # [T]
-            tokens = tokens[:, keep.to(device)]
+            tokens = tokens[:, keep.to(self.device)]
             states = [state[:, keep.to(state.device)] for state in states] if not keep.all() else states
         for start in range(0, tokens.shape[1], CHUNK):
             part = slice(start, start + CHUNK)
             if self.unread and self.num_unread + tokens[:, part].shape[1] > CHUNK:
                 self.read_unread(0)
-            taps = torch.cat([state[:, part].to(device) for state in states], dim=-1)  # [1, up to CHUNK, 3H]
+            taps = torch.cat([state[:, part].to(self.device) for state in states], dim=-1)  # [1, up to CHUNK, 3H]
             self.unread.append((tokens[:, part], taps))
 
     @property
