@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from osprey.cli.arguments import parse
 from osprey.cli.targets import DEFAULT_TARGET, find_model
@@ -38,7 +38,9 @@ class SpeedArguments:
     weights: list[str] = field(
         default_factory=lambda: ["fp16", "fp32"], metadata={"help": "linear weights on a CPU; a run for each"}
     )
-    threads: list[int] = field(default_factory=list, metadata={"help": "CPU threads; a run for each (default: torch's)"})
+    threads: list[int] = field(
+        default_factory=list, metadata={"help": "CPU threads; a run for each (default: torch's)"}
+    )
     draft_lengths: list[str] = field(
         default_factory=lambda: ["default"],
         metadata={"help": "of the drafter: default, adaptive, fixed ones such as 3, and 1-8"},
@@ -71,7 +73,7 @@ def main(argv: list[str]) -> int:
     if as_json:
         settings = {**asdict(arguments), "versions": versions()}
         settings |= {name: public_name(value) for name, value in settings.items() if name in PATHS and value}
-        print(json.dumps({"settings": settings, "runs": [plain_types(run) for run in runs]}))
+        print(json.dumps({"settings": settings, "runs": [asdict(run) for run in runs]}))
     return 0
 
 
@@ -107,10 +109,6 @@ class SpeedRun:
     parts: "Parts | None"
 
 
-def plain_types(run: SpeedRun) -> dict[str, Any]:
-    return asdict(run)
-
-
 def all_runs(arguments: SpeedArguments, drafter: str, items: list["Item"]) -> Iterator[SpeedRun]:
     import torch
 
@@ -122,7 +120,9 @@ def all_runs(arguments: SpeedArguments, drafter: str, items: list["Item"]) -> It
         pair, contestants = load_contestants(arguments, drafter, weights, items)
         clock = make_clock(arguments.clock, pair.target.device)
         first = items[: arguments.context_prompts]
-        long = lengthen(first, arguments.context_lengths, pair.tokenizer, arguments.max_new_tokens)[0]
+        long, misfits = lengthen(first, arguments.context_lengths, pair.tokenizer, arguments.max_new_tokens)
+        if misfits:
+            print(f"left out, longer than their context: {', '.join(misfits)}", file=sys.stderr)
         for threads in arguments.threads or [torch.get_num_threads()]:
             torch.set_num_threads(threads)
             groups = measure(arguments, pair, contestants, [*items, *long], clock)
@@ -167,9 +167,7 @@ def measure(
     from osprey.eval.peers import PLAIN, PROMPT_LOOKUP
     from osprey.eval.speed import by_group, race, ratios
 
-    trials = race(
-        pair.target, pair.tokenizer, contestants, items, arguments.max_new_tokens, arguments.repeats, clock
-    )
+    trials = race(pair.target, pair.tokenizer, contestants, items, arguments.max_new_tokens, arguments.repeats, clock)
     count = len(items) * arguments.repeats * len(contestants)
     trials = list(tqdm(trials, total=count, unit="run", desc=f"{pair.weights} weights"))
     groups = by_group(trials)
@@ -196,8 +194,6 @@ def profile(
 
 
 def describe(run: SpeedRun) -> str:
-    from osprey.eval.peers import PLAIN
-
     lines = [f"\n{run.weights} weights, threads: {run.threads}\n"]
     head = ["group", "way", "prompts", "tok/s", "over plain", "over lookup", "MAL", "first token", "other text"]
     rows = [
@@ -206,11 +202,10 @@ def describe(run: SpeedRun) -> str:
         for index, one in enumerate(some)
     ]
     lines += table(head, rows)
-    drafted = [(name, one) for name, some in run.groups.items() for one in some if one.contestant != PLAIN]
-    drafted = [(name, one) for name, one in drafted if one.contestant.startswith(DRAFTER)]
-    name, least = min(drafted, key=lambda pair: pair[1].speedup)
+    own = [(name, one) for name, some in run.groups.items() for one in some if one.contestant.startswith(DRAFTER)]
+    name, least = min(own, key=lambda entry: entry[1].speedup)
     lines.append(f"\nleast gain of the drafter: {least.speedup:.2f} times plain ({name}, {least.contestant})")
-    name, least = min(drafted, key=lambda pair: pair[1].over_lookup)
+    name, least = min(own, key=lambda entry: entry[1].over_lookup)
     lines.append(f"and {least.over_lookup:.2f} times prompt lookup ({name}, {least.contestant})")
     if run.parts is not None:
         lines += ["", *describe_parts(run.parts)]

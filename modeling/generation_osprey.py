@@ -28,7 +28,7 @@ from .target_osprey import check_target
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 DEFAULT_CONFIDENCE_THRESHOLD = 0.0
-DEFAULT_ADAPTIVE_DRAFT_LENGTH = False
+DEFAULT_ADAPTIVE_DRAFT_LENGTH = None  # where decoding is greedy: a sampled text should follow from its seed alone
 # Own attributes of the drafter's generation config; what transformers calls prompt_lookup_num_tokens and
 # max_matching_ngram_size belongs to the target's, and means decoding without a drafter.
 DEFAULT_LOOKUP_NUM_TOKENS = 10
@@ -43,7 +43,8 @@ class OspreyCandidateGenerator(CandidateGenerator):
     What it reads from the drafter's generation config: `num_assistant_tokens` (the longest draft),
     `assistant_confidence_threshold` (a draft ends where the drafter's probability of all of it is below),
     `lookup_num_tokens` (the longest copy, 0 for none), `lookup_ngram_size` (how many last tokens must recur) and
-    `adaptive_draft_length` (let measured costs and acceptance choose each round's length instead of the threshold).
+    `adaptive_draft_length` (whether measured costs and acceptance choose each round's length instead of the threshold;
+    None, the default: where decoding is greedy).
 
     Args:
         drafter: an `OspreyDrafterForCausalLM`; nothing is stored on it, so that threads may share one.
@@ -74,7 +75,8 @@ class OspreyCandidateGenerator(CandidateGenerator):
 
         settings = draft_settings(drafter.generation_config)
         self.num_assistant_tokens = settings["num_assistant_tokens"]
-        if settings["adaptive_draft_length"]:
+        adaptive = settings["adaptive_draft_length"]
+        if adaptive or (adaptive is None and not generation_config.do_sample):
             self.policy = AdaptiveDraftLength(statistics_of(target, drafter), self.num_assistant_tokens)
         else:
             self.policy = FixedDraftLength(self.num_assistant_tokens, settings["confidence_threshold"])
