@@ -52,7 +52,9 @@ def passes_of(*steps, start=0.0):
     return passes
 
 
-PLAIN_PASSES = passes_of((TARGET, 20, 7.0, 0.0), (TARGET, 1, 10.0, 0.5), (TARGET, 1, 12.0, 0.5), (TARGET, 1, 11.0, 0.5))
+PLAIN_PASSES = passes_of(
+    (TARGET, 20, 7.0, 0.0), (TARGET, 1, 10.0, 0.5), (TARGET, 1, 12.0, 0.5), (TARGET, 1, 11.0, 0.5)
+)
 ASSISTED_PASSES = passes_of(
     (TARGET, 20, 8.0, 0.0),
     (TAPS, 20, 0.5, 1.0),  # the first round: a prefill of 1.5, and a second step
