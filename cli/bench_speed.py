@@ -46,7 +46,7 @@ class SpeedArguments:
         metadata={"help": "of the drafter: default, adaptive, fixed ones such as 3, and 1-8"},
     )
     context_lengths: list[int] = field(
-        default_factory=list, metadata={"help": "also the first prompts behind so many tokens of other prompts"}
+        default_factory=list, metadata={"help": "also some prompts behind others that fill so many tokens"}
     )
     context_prompts: int = field(default=4, metadata={"help": "how many prompts are lengthened"})
     clock: str = field(default="wall", metadata={"help": "wall, or process: CPU seconds of all threads"})
@@ -112,22 +112,35 @@ class SpeedRun:
 def all_runs(arguments: SpeedArguments, drafter: str, items: list["Item"]) -> Iterator[SpeedRun]:
     import torch
 
-    from osprey.eval.contexts import lengthen
     from osprey.eval.speed import make_clock
 
     for weights in arguments.weights:
         print(f"Loading target and drafter ({weights}) ...", file=sys.stderr, flush=True)
         pair, contestants = load_contestants(arguments, drafter, weights, items)
         clock = make_clock(arguments.clock, pair.target.device)
-        first = items[: arguments.context_prompts]
-        long, misfits = lengthen(first, arguments.context_lengths, pair.tokenizer, arguments.max_new_tokens)
-        if misfits:
-            print(f"left out, longer than their context: {', '.join(misfits)}", file=sys.stderr)
+        long = lengthened(arguments, pair, items)
         for threads in arguments.threads or [torch.get_num_threads()]:
             torch.set_num_threads(threads)
             groups = measure(arguments, pair, contestants, [*items, *long], clock)
             parts = profile(arguments, pair, contestants, items, clock) if arguments.profile else None
             yield SpeedRun(pair.weights, threads, groups, parts)
+
+
+def lengthened(arguments: SpeedArguments, pair: "Pair", items: list["Item"]) -> list["Item"]:
+    """Some of the prompts at each context length, behind the others."""
+    from osprey.eval.contexts import lengthen
+    from osprey.eval.suites import spread
+
+    long: list[Item] = []
+    for length in arguments.context_lengths:
+        fitting, _ = lengthen(items, [length], pair.tokenizer, arguments.max_new_tokens)
+        if not fitting:
+            raise ValueError(
+                f"--context-lengths: no prompt of the suite fits into {length} tokens together with "
+                f"{arguments.max_new_tokens} new ones; choose a longer context."
+            )
+        long += spread(fitting, arguments.context_prompts)
+    return long
 
 
 def load_contestants(
@@ -174,7 +187,11 @@ def measure(
     own = {item.prompt.domain for item in items if item.context_length is None}
     if len(own) > 1:
         groups["all"] = [trial for trial in trials if trial.group in own]
-    return {name: ratios(some, PLAIN, PROMPT_LOOKUP) for name, some in groups.items()}
+    order = [contestant.name for contestant in contestants]
+    return {
+        name: sorted(ratios(some, PLAIN, PROMPT_LOOKUP), key=lambda one: order.index(one.contestant))
+        for name, some in groups.items()
+    }
 
 
 def profile(
