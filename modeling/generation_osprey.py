@@ -28,12 +28,13 @@ from .target_osprey import check_target
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 DEFAULT_CONFIDENCE_THRESHOLD = 0.0
-DEFAULT_ADAPTIVE_DRAFT_LENGTH = False
+DEFAULT_ADAPTIVE_DRAFT_LENGTH = None  # where decoding is greedy: a sampled text should follow from its seed alone
 # Own attributes of the drafter's generation config; what transformers calls prompt_lookup_num_tokens and
 # max_matching_ngram_size belongs to the target's, and means decoding without a drafter.
 DEFAULT_LOOKUP_NUM_TOKENS = 10
 DEFAULT_LOOKUP_NGRAM_SIZE = 2
 LONGEST_NGRAM = 5
+CHUNK = 512  # positions that the drafter runs over at once, and the most that wait for it
 
 
 class OspreyCandidateGenerator(CandidateGenerator):
@@ -42,7 +43,8 @@ class OspreyCandidateGenerator(CandidateGenerator):
     What it reads from the drafter's generation config: `num_assistant_tokens` (the longest draft),
     `assistant_confidence_threshold` (a draft ends where the drafter's probability of all of it is below),
     `lookup_num_tokens` (the longest copy, 0 for none), `lookup_ngram_size` (how many last tokens must recur) and
-    `adaptive_draft_length` (let measured costs and acceptance choose each round's length instead of the threshold).
+    `adaptive_draft_length` (whether measured costs and acceptance choose each round's length instead of the threshold;
+    None, the default: where decoding is greedy).
 
     Args:
         drafter: an `OspreyDrafterForCausalLM`; nothing is stored on it, so that threads may share one.
@@ -63,6 +65,7 @@ class OspreyCandidateGenerator(CandidateGenerator):
         self.logits_processor = logits_processor if logits_processor is not None else LogitsProcessorList()
         refuse_history_keepers(self.logits_processor)
         self.drafter = drafter
+        self.device, self.dtype = drafter.device, drafter.dtype  # looked for among all parameters, at each access
         self.hidden_state_ids = [i + 1 for i in drafter.config.target_layer_ids]
         # A caller who wants the hidden states gets them all; else the target keeps only those that are tapped.
         wants_all = generation_config.output_hidden_states and generation_config.return_dict_in_generate
@@ -72,7 +75,8 @@ class OspreyCandidateGenerator(CandidateGenerator):
 
         settings = draft_settings(drafter.generation_config)
         self.num_assistant_tokens = settings["num_assistant_tokens"]
-        if settings["adaptive_draft_length"]:
+        adaptive = settings["adaptive_draft_length"]
+        if adaptive or (adaptive is None and not generation_config.do_sample):
             self.policy = AdaptiveDraftLength(statistics_of(target, drafter), self.num_assistant_tokens)
         else:
             self.policy = FixedDraftLength(self.num_assistant_tokens, settings["confidence_threshold"])
@@ -152,22 +156,15 @@ class OspreyCandidateGenerator(CandidateGenerator):
 
         The drafter runs over the copied tokens as over its own, each with the state of the one before as context.
         """
-        drafter = self.drafter
-        tokens, context = self.read_contexts()  # [1, T], [1, T, h]
-        start, known = self.num_cached, tokens.shape[1]
-        self.cache.crop(start - self.cache.get_seq_length())
-        self.num_cached += known
-        positions = torch.arange(start, start + known + budget - 1, device=tokens.device)[None]
-        cos, sin = drafter.rotary_emb(context, positions)  # of the whole round, [1, T + budget - 1, head_dim]
-        at, mask = slice(0, known), self.causal_mask(start, known)
-        self.policy.start_draft(known)
+        self.policy.start_draft(self.num_unread)
+        context, (cos, sin) = self.read_unread(budget - 1)  # [1, 1, h], [1, budget - 1, head_dim]
         for step in range(budget):
-            hidden = drafter.run_layers(
-                tokens, context, mask, cache=self.cache, position_embeddings=(cos[:, at], sin[:, at])
-            )
-            context = hidden[:, -1:]  # [1, 1, h]
+            if step > 0:
+                tokens = candidate_ids[:, length + step - 1 : length + step].to(context.device)  # [1, 1]
+                at = cos[:, step - 1 : step], sin[:, step - 1 : step]
+                context = self.drafter.run_layers(tokens, context, cache=self.cache, position_embeddings=at)
             if length + step == candidate_ids.shape[1]:
-                token, score, probability = self.choose(candidate_ids, drafter.draft_logits(context)[:, -1])
+                token, score, probability = self.choose(candidate_ids, self.drafter.draft_logits(context)[:, -1])
                 if token is None:
                     break
                 candidate_ids = torch.cat([candidate_ids, token.to(candidate_ids.device)], dim=-1)
@@ -175,9 +172,32 @@ class OspreyCandidateGenerator(CandidateGenerator):
                     scores.append(score[:, None])
                 if not self.policy.wants_more(probability):
                     break
-            tokens = candidate_ids[:, length + step : length + step + 1].to(context.device)  # [1, 1]
-            at, mask = slice(known + step, known + step + 1), None
         return candidate_ids, scores
+
+    def read_unread(self, ahead: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Run over the positions that wait, so that none is left.
+
+        Returns the state of the last (`[1, 1, h]`), and the rotary embeddings of the `ahead` positions behind it.
+        """
+        drafter = self.drafter
+        tokens = torch.cat([tokens for tokens, _ in self.unread], dim=1)  # [1, T]
+        taps = torch.cat([taps for _, taps in self.unread], dim=1)  # [1, T, 3H]
+        self.unread.clear()
+        context = drafter.project_taps(taps.to(self.dtype))  # [1, T, h]
+        start, known = self.num_cached, tokens.shape[1]
+        self.cache.crop(start - self.cache.get_seq_length())
+        self.num_cached += known
+        positions = torch.arange(start, start + known + ahead, device=tokens.device)[None]
+        rotary = drafter.rotary_emb(context, positions)  # cosines and sines of the whole round, at once
+        state = drafter.run_layers(
+            tokens,
+            context,
+            self.causal_mask(start, known),
+            cache=self.cache,
+            position_embeddings=tuple(part[:, :known] for part in rotary),
+            last_only=True,
+        )
+        return state, tuple(part[:, known:] for part in rotary)
 
     def causal_mask(self, start: int, length: int) -> torch.Tensor | None:
         """Which of `start + length` keys each of the last `length` positions sees, `[1, 1, length, start + length]`.
@@ -187,7 +207,7 @@ class OspreyCandidateGenerator(CandidateGenerator):
         """
         if start == 0 or length == 1 or self.drafter.config._attn_implementation not in ("sdpa", "eager"):
             return None
-        ones = torch.ones(length, start + length, dtype=torch.bool, device=self.drafter.device)
+        ones = torch.ones(length, start + length, dtype=torch.bool, device=self.device)
         return ones.tril(start)[None, None]
 
     def uncached_inputs(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -213,10 +233,11 @@ class OspreyCandidateGenerator(CandidateGenerator):
 
         At the prefill these are all positions that the target has just computed: the whole prompt, or what follows
         a cache that the caller brought (earlier positions have no taps, and the drafter does without them, counting
-        its positions from there). Left padding is dropped, so that the drafter needs no mask.
+        its positions from there). Left padding is dropped, so that the drafter needs no mask. Where more than a
+        chunk would wait, the drafter runs over what does: its memory does not grow with the prompt, nor with a text
+        that is all copies.
         """
         states = [model_outputs.hidden_states[i] for i in self.hidden_state_ids]
-        device = self.drafter.device
         is_first = self.num_cached == 0 and not self.unread
         if is_first:  # after `inputs_embeds` only the first generated token has an id
             count = min(states[0].shape[1], input_ids.shape[1])
@@ -224,20 +245,22 @@ class OspreyCandidateGenerator(CandidateGenerator):
         else:
             count = n_last_matches + 1
             states = [state[:, :count] for state in states]
-        tokens = input_ids[:, -count:].to(device)  # [1, T]: position t holds token t + 1
-        taps = torch.cat([state.to(device) for state in states], dim=-1)  # [1, T, 3H]
+        tokens = input_ids[:, -count:].to(self.device)  # [1, T]: position t holds token t + 1
         mask = model_kwargs.get("attention_mask")
         if is_first and mask is not None:
-            keep = mask[0, -count - 1 : -1].bool().to(device)  # [T]
-            tokens, taps = tokens[:, keep], taps[:, keep]
-        self.unread.append((tokens, taps))
+            keep = mask[0, -count - 1 : -1].bool()  # [T]
+            tokens = tokens[:, keep.to(self.device)]
+            states = [state[:, keep.to(state.device)] for state in states] if not keep.all() else states
+        for start in range(0, tokens.shape[1], CHUNK):
+            part = slice(start, start + CHUNK)
+            if self.unread and self.num_unread + tokens[:, part].shape[1] > CHUNK:
+                self.read_unread(0)
+            taps = torch.cat([state[:, part].to(self.device) for state in states], dim=-1)  # [1, up to CHUNK, 3H]
+            self.unread.append((tokens[:, part], taps))
 
-    def read_contexts(self) -> tuple[torch.LongTensor, torch.Tensor]:
-        """Tokens (`[1, T]`) and contexts (`[1, T, h]`) of all positions that the drafter has not run over yet."""
-        tokens = torch.cat([tokens for tokens, _ in self.unread], dim=1)
-        taps = torch.cat([taps for _, taps in self.unread], dim=1)
-        self.unread.clear()
-        return tokens, self.drafter.project_taps(taps.to(self.drafter.dtype))
+    @property
+    def num_unread(self) -> int:
+        return sum(tokens.shape[1] for tokens, _ in self.unread)
 
     def choose(
         self, candidate_ids: torch.LongTensor, draft_logits: torch.Tensor

@@ -7,11 +7,14 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb, eager_attention_forward
 
 from .configuration_osprey import OspreyConfig
+
+FEW_POSITIONS = 16  # as many as a verification makes known at once, and fewer than where copying keys is cheap
 
 
 def stack_linears(*linears: nn.Linear) -> nn.Linear:
@@ -32,6 +35,7 @@ class OspreyAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
+        self.num_heads = [config.num_attention_heads, *2 * [config.num_key_value_heads]]  # of queries, keys, values
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
@@ -57,9 +61,17 @@ class OspreyAttention(nn.Module):
         if self.qkv_proj is None:
             projected = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
             return tuple(states.unflatten(-1, (-1, self.head_dim)) for states in projected)
-        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        projected = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        return projected.split((heads, kv_heads, kv_heads), dim=2)
+        return self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).split(self.num_heads, dim=2)
+
+    def extend_cache(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], cache: Cache
+    ) -> None:
+        """Leave the keys and values of these positions (`[B, T, 2h]`), which is all that later ones read of them."""
+        _, key, value = self.project(hidden_states)
+        key = self.k_norm(key).transpose(1, 2)  # [B, kv heads, T, head_dim]
+        if self.use_rope:
+            _, key = apply_rotary_pos_emb(key, key, *position_embeddings)
+        cache.update(key, value.transpose(1, 2), self.layer_idx)
 
     def forward(
         self,
@@ -68,7 +80,6 @@ class OspreyAttention(nn.Module):
         attention_mask: torch.Tensor | None,
         cache: Cache | None,
     ) -> torch.Tensor:
-        batch, length = hidden_states.shape[:2]
         query, key, value = self.project(hidden_states)
         query = self.q_norm(query).transpose(1, 2)  # [B, heads, T, head_dim]
         key = self.k_norm(key).transpose(1, 2)  # [B, kv heads, T, head_dim]
@@ -77,13 +88,25 @@ class OspreyAttention(nn.Module):
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)  # [B, kv heads, S, head_dim]
+        return self.o_proj(self.attend(query, key, value, attention_mask).flatten(2))  # [B, T, h]
 
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What the heads read, `[B, T, heads, head_dim]`; without a mask each position sees itself and all before."""
+        implementation, (batch, heads, length, head_dim) = self.config._attn_implementation, query.shape
+        has_few = length == 1 if attention_mask is None else length <= FEW_POSITIONS
+        if has_few and implementation == "sdpa" and not self.training:
+            # Queries that share a key head become rows of it: transformers' general way copies the keys for each.
+            groups = self.num_key_value_groups
+            query = query.reshape(batch, -1, groups * length, head_dim)  # [B, kv heads, groups * T, head_dim]
+            mask = None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1)  # [B, 1, groups * T, S]
+            output = F.scaled_dot_product_attention(query, key, value, mask, scale=self.scaling)
+            return output.reshape(batch, heads, length, head_dim).transpose(1, 2)
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         dropout = self.config.attention_dropout if self.training else 0.0
         output, _ = attention(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling)
-        return self.o_proj(output.reshape(batch, length, -1))  # [B, T, h]
+        return output.reshape(batch, length, heads, head_dim)
 
 
 class OspreyMLP(LlamaMLP):
@@ -121,9 +144,22 @@ class OspreyDecoderLayer(nn.Module):
         attention_mask: torch.Tensor | None,
         cache: Cache | None,
     ) -> torch.Tensor:
-        widened = torch.cat([self.ctx_norm(context), self.input_layernorm(hidden_states)], dim=-1)  # [B, T, 2h]
+        widened = self.widen(hidden_states, context)
         hidden_states = hidden_states + self.self_attn(widened, position_embeddings, attention_mask, cache)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))  # [B, T, h]
+
+    def widen(self, hidden_states: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.ctx_norm(context), self.input_layernorm(hidden_states)], dim=-1)  # [B, T, 2h]
+
+    def extend_cache(
+        self,
+        hidden_states: torch.Tensor,  # [B, T, h]
+        context: torch.Tensor,  # [B, T, h]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        cache: Cache,
+    ) -> None:
+        """`forward` of positions whose output nobody reads: the last block of all but the last position."""
+        self.self_attn.extend_cache(self.widen(hidden_states, context), position_embeddings, cache)
 
 
 class BufferedLayer(DynamicLayer):

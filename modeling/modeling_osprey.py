@@ -176,11 +176,13 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        last_only: bool = False,
     ) -> torch.Tensor:
         """The blocks alone: last hidden state before the final norm, `[B, T, h]`.
 
         Arguments as in `forward`; `position_embeddings`, which `rotary_emb` gives for `position_ids`, can stand in
-        for these.
+        for these. With `last_only` the result is that of the last position, `[B, 1, h]`, and the last block computes
+        no more than keys and values of the others: it takes a cache, and no padding.
         """
         hidden_states = self.embed_tokens(input_ids)  # [B, T, h]
         context = torch.zeros_like(hidden_states) if context is None else context.to(hidden_states.dtype)
@@ -206,9 +208,16 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
             )
         if position_embeddings is None:
             position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             hidden_states = layer(hidden_states, context, position_embeddings, attention_mask, cache)
-        return hidden_states
+        if last_only and hidden_states.shape[1] > 1:
+            before = [states[:, :-1] for states in (hidden_states, context, *position_embeddings)]
+            self.layers[-1].extend_cache(*before[:2], before[2:], cache)
+            hidden_states, context, *position_embeddings = (
+                states[:, -1:] for states in (hidden_states, context, *position_embeddings)
+            )
+            attention_mask = None  # the last position sees every key
+        return self.layers[-1](hidden_states, context, position_embeddings, attention_mask, cache)
 
     def forward(
         self,

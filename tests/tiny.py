@@ -69,6 +69,7 @@ def tiny_drafter(target: PreTrainedModel, seed: int = 1, shortlist: list[int] | 
     drafter = OspreyDrafter(OspreyConfig(**config | changes)).eval()
     if shortlist is not None:
         drafter.set_draft_ids(torch.tensor(shortlist))
+    drafter.generation_config.adaptive_draft_length = False  # the clock has no part in what is drafted
     drafter.generation_config.lookup_num_tokens = 0  # tiny targets run in circles: copies would do all the drafting
     return drafter
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
 from osprey.modeling.configuration_osprey import OspreyConfig
 from osprey.modeling.modeling_osprey import OspreyDecoderLayer, OspreyDrafterForCausalLM
@@ -39,6 +39,15 @@ class Eagle3Layer(LlamaDecoderLayer):
         return super().forward(
             hidden_states, attention_mask=attention_mask, cache=cache, position_embeddings=position_embeddings
         )
+
+    def extend_cache(self, hidden_states, context, position_embeddings, cache: Cache):
+        attention, hidden_states = self.self_attn, self.input_layernorm(hidden_states)
+        key, value = (  # [B, kv heads, T, head_dim]
+            linear(hidden_states).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+            for linear in (attention.k_proj, attention.v_proj)
+        )
+        _, key = apply_rotary_pos_emb(key, key, *position_embeddings)
+        cache.update(key, value, attention.layer_idx)
 
 
 class Eagle3Drafter(OspreyDrafterForCausalLM):

@@ -5,6 +5,9 @@ average, where `P_i` is the chance that the first `i` are all accepted. One more
 above what its draft step and its row in the verification cost, in tokens at the best rate that can be had; at the
 optimum that rule and the best rate agree (Dinkelbach 1967, for ratios). The seconds are measured; the chances are the
 drafter's own probabilities, corrected by how often such tokens were accepted.
+
+What has not paid so far is tried again, since texts change, but on a budget: all such trials together may lose a small
+share of the time. So a drafter that never pays costs that share, whatever its rounds cost.
 """
 
 import threading
@@ -17,13 +20,17 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-SCHEDULE_ROUNDS = 9  # of a pair's first rounds: the longest draft, none, one token, to measure what each costs
+SCHEDULE_ROUNDS = 3  # a pair's first: the longest draft, none, one token, to measure what each costs
 RECENT = 9  # measurements of a kind that count
+COPY_PROBE_EVERY = 3  # copies passed over after which one is tried again
 PROBE_EVERY = 16  # rounds after which what does not pay is tried again; sooner where it has just ceased to pay
 MEMORY = 32  # drafted rounds over which a call's rate is averaged, and
 START_WEIGHT = 8  # how many of them the average of earlier calls counts for
 FORGET = 400  # tokens of a kind, and rounds of a pair, after which older ones count less
 PRIOR_WEIGHT = 4  # tokens that the guess before any measurement counts for
+COPY_PRIOR = 0.7  # that guess for a copied token, a hopeful one: what is not tried stays unknown
+EXPLORE_SHARE = 0.01  # of all time that trials may lose, beside
+EXPLORE_STEPS = 2  # plain steps
 
 
 class AcceptanceRates:
@@ -68,8 +75,9 @@ class PairStatistics:
 
     def __init__(self):
         self.samples: dict[Hashable, deque[float]] = {}  # seconds: "first", "next", or the width of a verification
-        self.drafted = AcceptanceRates()
+        self.drafted, self.copied = AcceptanceRates(), AcceptanceRates()
         self.scheduled = 0  # rounds of the schedule that are done
+        self.spent = self.lost = 0.0  # seconds of all rounds, and those that trials lost against the best known
         self.drafting = DraftingRate()
 
     def add_seconds(self, kind: Hashable, seconds: float) -> None:
@@ -90,6 +98,10 @@ class PairStatistics:
         spread = sum(n * (w - mean_width) ** 2 for w, _, n in points)
         slope = sum(n * (w - mean_width) * cost for w, cost, n in points) / spread if spread else 0.0
         return mean_cost + max(slope, 0.0) * (width - mean_width)
+
+    def may_explore(self) -> bool:
+        """Whether the budget allows another trial of what did not pay."""
+        return self.lost <= EXPLORE_STEPS * self.seconds(1) + EXPLORE_SHARE * self.spent
 
     def row(self) -> float:
         """Seconds that one more row adds to a verification."""
@@ -153,6 +165,7 @@ class AdaptiveDraftLength:
         self.copied = AcceptanceRates()  # of this text: another says nothing about it
         self.drafting = replace(pair.drafting, rounds=min(pair.drafting.rounds, START_WEIGHT))
         self.idle_rounds = self.unused_copies = 0  # since the last draft, and the last copy
+        self.explores = False  # whether this round tries what has not paid
         self.probe_after = 2
         self.verifying_since: float | None = None
         self.kinds: list[Hashable] = []
@@ -172,16 +185,22 @@ class AdaptiveDraftLength:
         if self.pair.scheduled < SCHEDULE_ROUNDS:
             self.limit, self.is_scheduled = (self.longest, 0, 1)[self.pair.scheduled % 3], True
             self.pair.scheduled += 1
+            self.explores = self.limit > 0
             return 0, self.limit
         self.limit, self.is_scheduled = self.longest, False
+        best, may_explore = self.best_rate(), self.pair.may_explore()
         length, copying_rate = self.plan_copy(match_size, copied)
-        if length and (copying_rate >= self.best_rate() or self.unused_copies >= PROBE_EVERY):
+        self.explores = copying_rate < best
+        if length and (not self.explores or (may_explore and self.unused_copies >= COPY_PROBE_EVERY)):
             self.unused_copies = 0
             self.kinds = [(match_size, place > 0) for place in range(length)]
             return length, 0
         self.unused_copies += length > 0
-        pays = self.drafting.rounds < START_WEIGHT or self.drafting.per_second() >= self.best_rate()
-        if not pays and self.idle_rounds < self.probe_after:
+        is_known = self.drafting.rounds >= START_WEIGHT
+        pays = is_known and self.drafting.per_second() >= best
+        is_due = not is_known or self.idle_rounds >= self.probe_after
+        self.explores = not pays and may_explore and is_due
+        if not pays and not self.explores:
             self.idle_rounds += 1
             return 0, 0
         self.idle_rounds, self.probe_after = 0, 2 if pays else min(2 * self.probe_after, PROBE_EVERY)
@@ -191,7 +210,8 @@ class AdaptiveDraftLength:
         """How many of `available` tokens pay, and the tokens a second that copying them gives."""
         chance, emitted, length = 1.0, 1.0, 0
         while length < available:
-            chance *= self.copied.chance((match_size, length > 0), 0.5)
+            kind = (match_size, length > 0)
+            chance *= self.copied.chance(kind, self.pair.copied.chance(kind, COPY_PRIOR))
             if length > 0 and chance <= self.best_rate() * self.pair.row():
                 break
             emitted, length = emitted + chance, length + 1
@@ -222,13 +242,17 @@ class AdaptiveDraftLength:
 
     def verified(self, accepted: int) -> None:
         """What became of the draft; tokens behind the first rejected one say nothing."""
-        rates = self.pair.drafted if self.drafts else self.copied
         for place, kind in enumerate(self.kinds[: accepted + 1]):
-            rates.add(kind, place < accepted)
+            for rates in (self.pair.drafted,) if self.drafts else (self.copied, self.pair.copied):
+                rates.add(kind, place < accepted)
             if self.drafts:
-                rates.add("any", place < accepted)
+                self.pair.drafted.add("any", place < accepted)
+        length, best = len(self.kinds), self.best_rate()
+        seconds = self.pair.round(length) if self.drafts else self.pair.verification(length + 1)
+        self.pair.spent += seconds
+        if self.explores and best > 0:
+            self.pair.lost = max(self.pair.lost + seconds - (accepted + 1) / best, 0.0)
         if self.drafts and not self.is_scheduled:
-            seconds = self.pair.round(len(self.kinds))
             self.drafting.add(accepted + 1, seconds, MEMORY)
             self.pair.drafting.add(accepted + 1, seconds, FORGET)
 

@@ -7,6 +7,7 @@ import random
 import threading
 
 import pytest
+import torch
 from distributions import SIGNIFICANCE, chain_target, draw_transitions, small_drafter, transitions_p_value
 from tiny import assert_same_text, oracle, tiny_drafter, tiny_prompt, tiny_target
 
@@ -97,6 +98,31 @@ def test_confidences_are_used_and_corrected():
         assert rate > 1.02 * max(mean(length) for length in range(7))
 
 
+@pytest.mark.parametrize("row", [0.02, 0.3, 2.0])
+@pytest.mark.parametrize("copy_chance", [0.0, 0.3])
+def test_a_hopeless_drafter_costs_what_trials_may(row, copy_chance):
+    """However dear a verification is: the schedule, the steps that trials may lose, one trial too many, and 1 %."""
+    world = World(plain=1.0, rows=1.0, row=row, first=0.3, following=0.2, chances=[0.01, 0.05])
+    for tokens in (100, 1000):
+        start, emitted = world.now, 0
+        while emitted < tokens:
+            before = world.now
+            rate, _ = world.run(20, 4, copies=4, copy_chance=copy_chance)
+            emitted += rate * (world.now - before)
+        dearest = 0.3 + 3 * 0.2 + world.verification(5) - 1.0
+        assert world.now - start <= emitted * 1.025 + 4 * dearest + controller_osprey.EXPLORE_STEPS
+
+
+def test_copies_are_found_to_pay_beside_good_drafts():
+    """Copies that are nearly always right beat drafts that already pay: both are known from few trials."""
+    world = World(plain=1.0, rows=1.13, row=0.07, first=0.08, following=0.06, chances=[0.8])
+    world.run(60, 3)
+    _, done = world.run(200, 3, copies=6, copy_chance=0.97)
+    offered = done[100::2]  # every other round has a copy
+    assert sum(copied > 0 for copied, _ in offered) > 0.9 * len(offered)
+    assert sum(drafted == 3 for _, drafted in done[101::2]) > 0.9 * len(offered)
+
+
 @pytest.mark.parametrize(("chance", "copies_pay"), [(0.9, True), (0.02, False)])
 def test_copies_are_used_where_they_pay(chance, copies_pay):
     world = World(**COSTS["cheap rows"] | {"rows": 1.0}, chances=[0.5])
@@ -178,13 +204,32 @@ def test_sampling_is_lossless(ticking):
     assert len({drafted for drafted, _ in rounds}) > 2
 
 
-def test_off_is_off():
-    """Without the flag nothing is measured."""
+@pytest.mark.parametrize(
+    ("flag", "do_sample", "measures"),
+    [(False, False, False), (None, False, True), (None, True, False), (True, True, True), (True, False, True)],
+)
+def test_off_is_off(flag, do_sample, measures):
+    """Where it is off nothing is measured; left to itself it is off for sampled text, which a seed then repeats."""
     target = tiny_target()
     drafter = tiny_drafter(target)
-    drafter.generation_config.adaptive_draft_length = False
-    target.generate(tiny_prompt(), max_new_tokens=24, assistant_model=drafter)
-    assert statistics_of(target, drafter).samples == {}
+    drafter.generation_config.adaptive_draft_length = flag
+    target.generate(tiny_prompt(), max_new_tokens=24, assistant_model=drafter, do_sample=do_sample)
+    assert (statistics_of(target, drafter).samples != {}) == measures
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_drafter_that_never_drafts_leaves_plain_decoding(do_sample, monkeypatch):
+    """Every round a verification of one row: the same text, also from the same seed."""
+    monkeypatch.setattr(AdaptiveDraftLength, "plan", lambda *args: (0, 0))
+    target = tiny_target()
+    texts = []
+    for assistant in (None, adaptive(tiny_drafter(target))):
+        torch.manual_seed(3)
+        with record_acceptance() as calls:
+            texts.append(
+                target.generate(tiny_prompt(), max_new_tokens=24, do_sample=do_sample, assistant_model=assistant)
+            )
+    assert torch.equal(*texts) and calls[0].rounds == [(0, 0)] * 23
 
 
 def test_statistics_belong_to_a_pair_and_die_with_it():
