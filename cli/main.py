@@ -21,6 +21,7 @@ VERBS = {
     "plan": "sizes, memory and time of an adaptation, before it starts",
     "baseline": "an untrained EAGLE-3-style drafter, to distill and compare with",
     "bench": "acceptance and speed by domain and language, beside baselines; plots",
+    "card": "put a benchmark's figures into a drafter's model card",
     "generate": "generate with a target and its drafter, and compare with plain generation",
 }
 
