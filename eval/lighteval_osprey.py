@@ -151,25 +151,22 @@ class OspreyLightevalModel(LightevalModel):
     @torch.no_grad()
     def score(self, doc: Doc) -> ModelResponse:
         contexts, choices = self.tok_encode_pair(self.prompts.prepare_prompt(doc), doc.choices, pairwise=True)
-        texts = [context + choice for context, choice in zip(contexts, choices, strict=True)]
-        # The last token predicts nothing that is asked for.
-        inputs = [torch.tensor(text[-(self.max_length + 1) : -1]) for text in texts]
-        padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True).to(self.target.device)  # [C, T]
-        lengths = torch.tensor([len(row) for row in inputs], device=padded.device)
-        mask = (torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]).long()  # [C, T]
-        logits = self.target(input_ids=padded, attention_mask=mask).logits  # [C, T, V]
-        logprobs, greedy = [], []
-        for row, choice, length in zip(logits, choices, lengths.tolist(), strict=True):
-            ids = torch.tensor(choice[-length:], device=row.device)  # [n]
-            predictions = row[length - len(ids) : length].float().log_softmax(-1)  # [n, V]
-            logprobs.append(predictions.gather(1, ids[:, None]).sum().item())
-            greedy.append(bool((predictions.argmax(-1) == ids).all()))
+        logprobs, greedy, longest = [], [], 0
+        for context, choice in zip(contexts, choices, strict=True):
+            text = torch.tensor([context + choice], device=self.target.device)  # [1, T + 1]
+            longest = max(longest, text.shape[1] - 1)
+            text = text[:, -(self.max_length + 1) :]  # the last token predicts nothing that is asked for
+            choice = text[0, 1:][-len(choice) :]  # [n]
+            logits = self.target(input_ids=text[:, :-1], logits_to_keep=len(choice)).logits[0]  # [n, V]
+            scores = logits.float().log_softmax(-1)  # [n, V]
+            logprobs.append(scores.gather(1, choice[:, None]).sum().item())
+            greedy.append(bool((scores.argmax(-1) == choice).all()))
         return ModelResponse(
             input_tokens=contexts[0],
             output_tokens=choices,
             logprobs=logprobs,
             argmax_logits_eq_gold=greedy,
-            truncated_tokens_count=max(0, max(map(len, texts)) - 1 - self.max_length),
+            truncated_tokens_count=max(0, longest - self.max_length),
         )
 
     def loglikelihood_rolling(self, docs: list[Doc]) -> list[ModelResponse]:
