@@ -1,5 +1,7 @@
 # `make demo` and `make test` work from a fresh clone: each sets up its own virtual environment first.
 VENV ?= .venv
+# lighteval's own: it needs an older huggingface_hub than the rest is tested with.
+LIGHTEVAL_VENV ?= .venv-lighteval
 # Installed before anything else, so that pip does not look further and take a build of several GB for a newer torch.
 # Any pip arguments fit, e.g. TORCH="torch --index-url <your index>".
 TORCH ?= torch==2.13.0
@@ -10,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python; do \
 DEMO_ARGS ?= --max-new-tokens 64
 PYTEST_ARGS ?=
 
-.PHONY: demo test clean
+.PHONY: demo test test-lighteval clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/osprey generate $(DEMO_ARGS)
@@ -18,17 +20,24 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
+test-lighteval: $(LIGHTEVAL_VENV)/.installed-lighteval
+	$(LIGHTEVAL_VENV)/bin/python -m pytest tests/eval/test_lighteval.py $(PYTEST_ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(LIGHTEVAL_VENV) build dist *.egg-info
 
 # A stamp is written only after everything before it worked: an interrupted set-up is resumed by running again.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed $(LIGHTEVAL_VENV)/.installed: %/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Osprey needs Python 3.11 or newer with venv and pip; name one with PYTHON=..." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet $(TORCH)
-	$(VENV)/bin/python -m pip install --quiet --editable .
+	$(PYTHON) -m venv $*
+	$*/bin/python -m pip install --quiet $(TORCH)
+	$*/bin/python -m pip install --quiet --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+$(LIGHTEVAL_VENV)/.installed-lighteval: $(LIGHTEVAL_VENV)/.installed
+	$(LIGHTEVAL_VENV)/bin/python -m pip install --quiet --editable '.[eval]' pytest
 	@touch $@

@@ -25,6 +25,7 @@ VERBS = {
     "zoo": "list the drafters and backbones there are: on the Hub and on this machine",
     "import": "turn a checkpoint that the paper's authors released into a drafter folder",
     "bench": "acceptance and speed by domain and language, beside baselines; plots",
+    "card": "put a benchmark's figures into a drafter's model card",
     "generate": "generate with a target and its drafter, and compare with plain generation",
 }
 MODULES = {"import": "import_checkpoint"}  # a keyword cannot be a module's name

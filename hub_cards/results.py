@@ -1,0 +1,114 @@
+"""The measured part of a card: tables between two markers, and the Hub's own `model-index` in the metadata.
+
+A card (README.md of a drafter's folder) is written by a person; only what stands between the markers, and the results
+of our metric in its metadata, are replaced. The source is a result file of `osprey bench`.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard
+
+BEGIN, END = "<!-- osprey card: results -->", "<!-- osprey card: end of results -->"
+METRIC = "mean_acceptance_length"
+
+
+def eval_results(result: dict[str, Any]) -> list[EvalResult]:
+    """Mean acceptance length of the measured drafter over all requests, and by domain where there are several.
+
+    At the first temperature and draft length of the result; in the metadata a suite's domains are its configurations.
+    """
+    settings = result["settings"]
+    rows = [
+        row
+        for row in result["groups"]
+        if row["peer"] == settings["drafter"]
+        and row["temperature"] == settings["temperatures"][0]
+        and row["draft_length"] == settings["draft_lengths"][0]
+        and row["language"] is row["file"] is None
+        and row["context_length"] is (settings["context_lengths"] or [None])[0]
+        and row["mal_mean"] is not None
+    ]
+    domains = [row for row in rows if row["domain"] is not None]
+    rows = [row for row in rows if row["domain"] is None] + (domains if len(domains) > 1 else [])
+    decoding = "greedy" if settings["temperatures"][0] == 0 else f"temperature {settings['temperatures'][0]:g}"
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=f"osprey/{settings['suite']}",
+            dataset_name=f"{settings['suite']}, {row['domain'] or 'all domains'}",
+            dataset_config=row["domain"] or "all",
+            dataset_revision=settings["suite_sha256"],
+            metric_type=METRIC,
+            metric_name=f"Mean acceptance length ({decoding}, {row['requests']} requests)",
+            metric_value=round(row["mal_mean"]["value"], 3),
+        )
+        for row in rows
+    ]
+
+
+def refresh_results(card_path: Path, section: str, results: list[EvalResult], model_name: str) -> None:
+    """Replaces the section and our metric's results in a card, in one rename; the first time appends the section.
+
+    Raises:
+        OSError: there is no card, or it cannot be written.
+        ValueError: its metadata or its markers are damaged.
+    """
+    if not card_path.is_file():
+        raise OSError(f"there is no card {card_path}: write one, with the metadata of its model at the head.")
+    text = card_path.read_text(encoding="utf-8")
+    card = read_card(text, card_path)
+    others = [found for found in card.data.eval_results or [] if found.metric_type != METRIC]
+    card.data.eval_results = others + results
+    card.data.model_name = card.data.model_name or model_name
+    card.text = replace_section(card.text, section, card_path)
+    content = str(card)
+    written = read_card(content, card_path).data.eval_results  # as the Hub will read them
+    lost = [found for found in card.data.eval_results if found not in written]
+    if lost:
+        raise ValueError(f"{card_path}: the result {lost[0]} does not survive being written as model-index.")
+    write_text(card_path, content)
+
+
+def read_card(content: str, path: Path) -> ModelCard:
+    try:
+        card = ModelCard(content)
+    except Exception as error:  # of YAML, or of the form of model-index
+        raise ValueError(
+            f"the metadata at the head of {path} cannot be read: {' '.join(str(error).split())}"
+        ) from error
+    if not card.data.to_dict():
+        raise ValueError(
+            f"{path} has no metadata at its head (YAML between lines of ---): add license and base_model."
+        )
+    return card
+
+
+def replace_section(text: str, section: str, path: Path) -> str:
+    """`text` with what stands between the markers replaced, or with markers and section behind it."""
+    block = f"{BEGIN}\n\n{section.strip()}\n\n{END}"  # blank lines, else a table would take the marker in
+    begins, ends = text.count(BEGIN), text.count(END)
+    if begins == ends == 0:
+        return f"{text.rstrip()}\n\n{block}\n"
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if (begins, ends) != (1, 1) or not end:
+        raise ValueError(
+            f"{path} must hold the line {BEGIN} once and {END} once behind it, or neither: mend the card."
+        )
+    return before + block + after
+
+
+def write_text(path: Path, text: str) -> None:
+    """Through a temporary name, so that a failed write leaves the old file."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, path.stat().st_mode & 0o777)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
