@@ -16,6 +16,7 @@ FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja"),
 )
 CODE = ("*_osprey.py", "custom_generate/generate.py", "custom_generate/requirements.txt")
+METRIC = "mean_acceptance_length"  # the type of the metric in a card's `model-index` that drafters are compared by
 PULL_RECORD = "pulled.json"  # what `osprey pull --out` notes beside the files; it stays on the machine
 
 

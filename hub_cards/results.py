@@ -11,8 +11,9 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
+from osprey.hub_cards.layout import METRIC
+
 BEGIN, END = "<!-- osprey card: results -->", "<!-- osprey card: end of results -->"
-METRIC = "mean_acceptance_length"
 
 
 def eval_results(result: dict[str, Any]) -> list[EvalResult]:

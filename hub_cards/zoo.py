@@ -9,12 +9,11 @@ from huggingface_hub import CacheNotFound, EvalResult, HfApi, ModelInfo, errors,
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
-from osprey.hub_cards.layout import card_data, read_json
+from osprey.hub_cards.layout import METRIC, card_data, read_json
 from osprey.hub_cards.sentences import hub_sentences
 
 TAG = "osprey"
 KINDS = ("drafter", "backbone")
-METRIC = "mean_acceptance_length"  # the type of the metric in a card's `model-index` that drafters are compared by
 
 
 @dataclass(frozen=True)
