@@ -265,7 +265,17 @@ def recipe(config: OspreyDistillationConfig) -> dict[str, Any]:
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_grad_norm", "weight_decay", "adam_beta1"),
         *("adam_beta2", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
         *("unroll_steps", "unroll_decay", "unroll_fraction", "freeze_embeddings", "precision", "bf16", "seed"),
-        *("muon", "optim", "other_learning_rate", "beta", "lmbda", "seq_kd", "temperature", "max_new_tokens"),
+        *(
+            "muon",
+            "optim",
+            "other_learning_rate",
+            "context_learning_rate",
+            "beta",
+            "lmbda",
+            "seq_kd",
+            "temperature",
+            "max_new_tokens",
+        ),
         *("whiten_context", "max_length", "data_seed", "lr_scheduler_kwargs", "adam_epsilon"),
     )
     return json.loads(json.dumps({name: getattr(config, name) for name in names}, default=str))

@@ -44,6 +44,7 @@ class OspreyDistillationConfig(GKDConfig):
     Args:
         learning_rate: with Muon that of the matrices of the blocks and `fc`, without it that of everything.
         other_learning_rate: with Muon that of the embedding, the head and the norms, by AdamW.
+        context_learning_rate: with Muon that of `fc` and the context halves: new, where the rest is pretrained.
         muon: Muon for the matrices (`MuonAdamW`); without it `optim` decides.
         unroll_steps: draft steps in training, K.
         unroll_decay: the loss of step k (from 0 on) weighs `unroll_decay ** k`.
@@ -80,6 +81,9 @@ class OspreyDistillationConfig(GKDConfig):
     muon: bool = field(default=True, metadata={"help": "Muon for the matrices; without it --optim for everything"})
     other_learning_rate: float | None = field(
         default=None, metadata={"help": f"with Muon: of embedding, head, norms (default: {MUON_OTHER_LEARNING_RATE})"}
+    )
+    context_learning_rate: float | None = field(
+        default=None, metadata={"help": "with Muon: of fc and the context halves (default: that of the others)"}
     )
     unroll_steps: int = field(default=5, metadata={"help": "draft steps in training"})
     unroll_decay: float = field(default=0.8, metadata={"help": "weight of draft step k: decay ** k"})
@@ -118,5 +122,6 @@ class OspreyDistillationConfig(GKDConfig):
                 raise ValueError(f"--{name} has no effect on distillation: leave it out.")
         if self.muon and self.optim != own["optim"].default:
             raise ValueError(f"--optim {self.optim} has no effect beside Muon: give --muon false with it.")
-        if not self.muon and self.other_learning_rate is not None:
-            raise ValueError("--other_learning_rate has no effect without Muon: leave it out.")
+        for name in ("other_learning_rate", "context_learning_rate"):
+            if not self.muon and getattr(self, name) is not None:
+                raise ValueError(f"--{name} has no effect without Muon: leave it out.")

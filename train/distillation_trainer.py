@@ -122,7 +122,12 @@ class OspreyDistillationTrainer(GKDTrainer):
         if self.optimizer is None:
             betas = (args.adam_beta1, args.adam_beta2)
             self.optimizer = MuonAdamW(
-                self.model, args.learning_rate, args.other_learning_rate, betas, args.weight_decay
+                self.model,
+                args.learning_rate,
+                args.other_learning_rate,
+                betas,
+                args.weight_decay,
+                context_lr=args.context_learning_rate,
             )
         return self.optimizer
 

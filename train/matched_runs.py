@@ -46,6 +46,9 @@ class MatchedArguments:
     )
     out: str = field(metadata={"help": "folder for the results; started again, it goes on"})
     learning_rates: list[float] = field(default_factory=lambda: [5e-4, 1e-3, 2e-3], metadata={"help": "swept"})
+    own_rates: list[str] = field(
+        default_factory=list, metadata={"help": "NAME=RATE,RATE,…: what is swept for one arm instead"}
+    )
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "of data order and initial weights"})
     held_out_percent: int = field(
         default=8, metadata={"help": "share of the training rows that the rate is chosen on"}
@@ -66,6 +69,7 @@ def matched_runs(matched: MatchedArguments, config: OspreyDistillationConfig) ->
         ValueError: an arm cannot be read, or the folder holds runs with other settings.
     """
     arms = [parse_arm(text) for text in matched.arms]
+    own_rates = parse_rates(matched.own_rates, {arm.name for arm in arms})
     features, test = FeatureDataset(matched.features), FeatureDataset(matched.test_features)
     train, held_out = split_rows(features, matched.held_out_percent)
     if not held_out.rows:
@@ -80,7 +84,11 @@ def matched_runs(matched: MatchedArguments, config: OspreyDistillationConfig) ->
         "recipe": {k: v for k, v in recipe(config).items() if k not in ("learning_rate", "seed")},
     }
     results = json.loads(path.read_text()) if path.exists() else {"settings": settings, "runs": {}}
-    if results["settings"] != settings:
+    before = results["settings"]
+    common = before["recipe"].keys() & settings["recipe"].keys()  # settings that are recorded only since do not count
+    if any(before[name] != settings[name] for name in settings if name != "recipe") or any(
+        before["recipe"][name] != settings["recipe"][name] for name in common
+    ):
         raise ValueError(f"{path} holds runs with other features or another recipe: give another --out.")
     results |= {"versions": versions(), "seeds": matched.seeds}
     if "without_training" not in results:
@@ -106,7 +114,8 @@ def matched_runs(matched: MatchedArguments, config: OspreyDistillationConfig) ->
     best: dict[str, float] = {}  # by folder
     for arm in sorted(arms, key=lambda arm: arm.steps is not None):
         if arm.folder not in best:
-            swept = {rate: run(arm, rate, matched.seeds[0])["held_out"]["eval_mal"] for rate in matched.learning_rates}
+            rates = own_rates.get(arm.name, matched.learning_rates)
+            swept = {rate: run(arm, rate, matched.seeds[0])["held_out"]["eval_mal"] for rate in rates}
             best[arm.folder] = max(swept, key=swept.__getitem__)
         for seed in matched.seeds:
             run(arm, best[arm.folder], seed)
@@ -120,6 +129,19 @@ def parse_arm(text: str) -> Arm:
     if match is None:
         raise ValueError(f"--arms: {text!r} is not NAME=FOLDER or NAME=FOLDER@STEPS.")
     return Arm(match["name"], match["folder"], int(match["steps"]) if match["steps"] else None)
+
+
+def parse_rates(texts: list[str], names: set[str]) -> dict[str, list[float]]:
+    rates = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        try:
+            rates[name] = [float(value) for value in values.split(",")]
+        except ValueError:
+            raise ValueError(f"--own_rates: {text!r} is not NAME=RATE,RATE,…") from None
+        if name not in names:
+            raise ValueError(f"--own_rates: there is no arm {name!r} among {', '.join(sorted(names))}.")
+    return rates
 
 
 def train_and_test(

@@ -45,6 +45,11 @@ def test_runs_are_made_once_and_compared(line, monkeypatch, capsys):
     for arm in ("ours", "eagle", "prompt lookup", "n-gram"):
         assert 1.0 <= table["arms"][arm]["groups"]["all"]["mal"] <= 4.0
 
+    assert main([*command(line), "--own_rates", "ours=0.05"]) == 0
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert alone["arms"]["ours"]["learning_rate"] == 0.05
+    assert alone["arms"]["eagle"] == table["arms"]["eagle"] | {"groups": alone["arms"]["eagle"]["groups"]}
+
     monkeypatch.setattr(matched_runs, "train_and_test", lambda *_: pytest.fail("trained again"))
     assert main(command(line)) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == table
@@ -56,5 +61,9 @@ def test_another_recipe_or_a_bad_arm_is_refused(line):
         main(command(line, learning_rate=0.5))
     with pytest.raises(ValueError, match="another recipe"):
         main(command(line, unroll_steps=2))
+    with pytest.raises(ValueError, match="'ours=fast' is not NAME=RATE"):
+        main([*command(line), "--own_rates", "ours=fast"])
+    with pytest.raises(ValueError, match="no arm 'theirs'"):
+        main([*command(line), "--own_rates", "theirs=0.1"])
     with pytest.raises(ValueError, match="'nonsense' is not NAME=FOLDER"):
         main([*command(line), "--arms", "nonsense"])

@@ -216,6 +216,7 @@ def test_refusals(line):
         "--packing has no effect": {"packing": True},
         "--optim adafactor has no effect beside Muon": {"optim": "adafactor"},
         "--other_learning_rate has no effect without Muon": {"muon": False, "other_learning_rate": 0.1},
+        "--context_learning_rate has no effect without Muon": {"muon": False, "context_learning_rate": 0.1},
         "use --precision bf16": {"bf16": True},
         "lmbda and seq_kd need the target": {"lmbda": 0.5},
         "there is no option --unrol_steps, did you mean --unroll_steps": {"unrol_steps": 2},
