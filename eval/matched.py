@@ -94,9 +94,11 @@ def _answers(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _runs(results: dict[str, Any], arm: str) -> list[dict[str, Any]]:
-    """The arm's runs at its chosen rate, by seed."""
+    """The arm's runs at its chosen rate, one for each of the seeds that were asked for last."""
     rate = results["chosen"][arm]
-    return [run for run in results["runs"].values() if run["arm"] == arm and run["learning_rate"] == rate]
+    runs = results["runs"].values()
+    by_seed = {run["seed"]: run for run in runs if run["arm"] == arm and run["learning_rate"] == rate}
+    return [by_seed[seed] for seed in results["seeds"] if seed in by_seed]
 
 
 def _swept(results: dict[str, Any], arm: str) -> list[dict[str, Any]]:

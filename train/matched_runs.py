@@ -100,12 +100,12 @@ def matched_runs(matched: MatchedArguments, config: OspreyDistillationConfig) ->
     def run(arm: Arm, rate: float, seed: int) -> dict[str, Any]:
         key = f"{arm.name} {rate:g} {seed}"
         folder = arm.folder.replace("{seed}", str(seed))
-        sha256 = drafter_sha256(folder)
-        if runs.get(key, {}).get("drafter") != sha256:
+        sha256, max_steps = drafter_sha256(folder), arm.steps or config.max_steps
+        done = runs.get(key, {})
+        if done.get("drafter") != sha256 or max_steps not in (-1, done["steps"]):  # -1: as many as the epochs have
             logger.info("%s: learning rate %g, seed %d", arm.name, rate, seed)
             settings = copy.copy(config)  # its checks ran, and changed it: they are not run again
-            settings.learning_rate, settings.seed = rate, seed
-            settings.max_steps = arm.steps or config.max_steps
+            settings.learning_rate, settings.seed, settings.max_steps = rate, seed, max_steps
             runs[key] = {"arm": arm.name, "learning_rate": rate, "seed": seed, "drafter": sha256}
             runs[key] |= train_and_test(folder, settings, train, held_out, test)
             write_json(path, results)

@@ -20,14 +20,17 @@ def line(tmp_path):
     return tmp_path
 
 
+def arms(line, longer=3):
+    return [f"ours={line / 'drafter'}", f"eagle={line}/eagle-{{seed}}", f"longer={line}/eagle-{{seed}}@{longer}"]
+
+
 def command(line, **changes):
     removed = ("out", "output_dir", "eval_steps", "held_out_percent")
     settings = flags(line, "out", "runs", max_steps=2)[1:]
     pairs = [pair for pair in zip(settings[::2], settings[1::2], strict=True) if pair[0][2:] not in removed]
-    arms = [f"ours={line / 'drafter'}", f"eagle={line}/eagle-{{seed}}", f"longer={line}/eagle-{{seed}}@3"]
     extra = {"out": line / "matched", "output_dir": line / "run", "test_features": line / "features"} | changes
     words = [*sum(pairs, ()), *(str(part) for name, value in extra.items() for part in (f"--{name}", value))]
-    words += ["--arms", *arms, "--groups", "all=p-", "--learning_rates", "0.01", "0.05", "--seeds", "0", "1"]
+    words += ["--arms", *arms(line), "--groups", "all=p-", "--learning_rates", "0.01", "0.05", "--seeds", "0", "1"]
     return [*words, "--held_out_percent", "30", "--eval_strategy", "no", "--save_strategy", "no", "--json"]
 
 
@@ -53,6 +56,14 @@ def test_runs_are_made_once_and_compared(line, monkeypatch, capsys):
     monkeypatch.setattr(matched_runs, "train_and_test", lambda *_: pytest.fail("trained again"))
     assert main(command(line)) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == table
+
+    trained = []
+    monkeypatch.setattr(
+        matched_runs, "train_and_test", lambda folder, config, *_: trained.append(config.max_steps) or runs["longer"]
+    )
+    runs["longer"] = next(run for run in runs["runs"].values() if run["arm"] == "longer") | {"steps": 4}
+    assert main([*command(line), "--arms", *arms(line, longer=4)]) == 0
+    assert trained == [4, 4]  # both seeds of the arm whose steps changed, and no other
 
 
 def test_another_recipe_or_a_bad_arm_is_refused(line):

@@ -72,6 +72,12 @@ def test_requests_are_drawn_alike_for_both_arms(results):
     assert cell["ratio_interval"] == [2.0, 2.0]
 
 
+def test_seeds_of_an_earlier_start_do_not_count(results):
+    entry = compare(results | {"seeds": [1]}, {"talk": ("chat",)})["arms"]["ours"]
+    assert entry["seeds"] == [1] and entry["groups"]["talk"]["by_seed"] == [2.5]
+    assert compare(results | {"seeds": [0]}, {"code": ("code",)})["arms"]["ours"]["groups"]["code"]["mal"] == 2.0
+
+
 def test_groups_without_answers_are_refused(results):
     with pytest.raises(ValueError, match="no test answer has an id that begins with maths"):
         compare(results, {"maths": ("maths",)})
