@@ -28,13 +28,17 @@ def eval_results(result: dict[str, Any]) -> list[EvalResult]:
         if row["peer"] == settings["drafter"]
         and row["temperature"] == settings["temperatures"][0]
         and row["draft_length"] == settings["draft_lengths"][0]
-        and row["language"] is row["file"] is None
-        and row["context_length"] is (settings["context_lengths"] or [None])[0]
+        and row["language"] is None
+        and row["file"] is None
+        and row["context_length"] == (settings["context_lengths"] or [None])[0]
         and row["mal_mean"] is not None
     ]
     domains = [row for row in rows if row["domain"] is not None]
     rows = [row for row in rows if row["domain"] is None] + (domains if len(domains) > 1 else [])
     decoding = "greedy" if settings["temperatures"][0] == 0 else f"temperature {settings['temperatures'][0]:g}"
+    decoding += f", draft length {settings['draft_lengths'][0]}"
+    if settings["context_lengths"]:
+        decoding += f", context of {settings['context_lengths'][0]} tokens"
     return [
         EvalResult(
             task_type="text-generation",

@@ -131,6 +131,18 @@ def test_several_results_and_those_of_others(folder, card):
     ]
 
 
+def test_a_result_by_context_length_gives_that_of_the_first(folder, card):
+    result = result_of(folder)
+    result["settings"] |= {"context_lengths": [1024, 2048]}
+    groups = [row | {"context_length": context} for row in result["groups"] for context in (1024, 2048)]
+    (folder.parent / "result.json").write_text(json.dumps(result | {"groups": groups}))
+    assert card() == (0, "")
+    entries = ModelCard.load(folder / "README.md").data.eval_results
+    assert [each.dataset_config for each in entries] == ["all", "chat", "code"]
+    name = "Mean acceptance length (greedy, draft length default, context of 1024 tokens, 3 requests)"
+    assert entries[0].metric_name == name
+
+
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
