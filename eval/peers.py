@@ -29,7 +29,8 @@ from osprey.modeling.generation_osprey import draft_settings
 PLAIN = "plain"
 PROMPT_LOOKUP = "prompt-lookup"
 DEFAULT, ADAPTIVE = "default", "adaptive"  # draft lengths that are not a number
-LOOKUP_TOKENS, ASSISTANT_TOKENS = 10, 20  # what transformers' own settings are where nothing is set
+# What transformers' own settings are where nothing is set.
+LOOKUP_TOKENS, ASSISTANT_TOKENS, ASSISTANT_THRESHOLD = 10, 20, 0.4
 DRAFTER_TYPES = ("osprey", "osprey_eagle3_baseline")
 
 
@@ -60,7 +61,10 @@ class Peer:
         return [length for length in wanted if length != ADAPTIVE or self.kind == "drafter"]
 
     def prepare(self, length: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Sets the draft length, and returns the arguments for `generate`; a number is a fixed length."""
+        """Sets the draft length, and returns the arguments for `generate`.
+
+        A number is a fixed length, and the most that is copied: MAL is at most one more, whoever drafts.
+        """
         if self.kind == "plain":
             return {}
         if self.kind == "prompt lookup":
@@ -70,7 +74,9 @@ class Peer:
             settings["adaptive_draft_length"] = True
         elif length != DEFAULT:
             settings |= {"num_assistant_tokens": int(length), "assistant_confidence_threshold": 0.0}
-            settings |= {"adaptive_draft_length": False} if self.kind == "drafter" else {}
+            if self.kind == "drafter":
+                settings |= {"adaptive_draft_length": False}
+                settings |= {"lookup_num_tokens": min(settings["lookup_num_tokens"], int(length))}
         for name, value in settings.items():
             setattr(self.model.generation_config, name, value)
         # For a target and an assistant of one vocabulary `generate` refuses to be told the tokenizers.
@@ -110,9 +116,10 @@ def load_peer(
         check_target(model, target)
         return Peer(name, "drafter", int8_linears(model) if quantize else model, settings=like.settings)
     own = model.generation_config
+    threshold = own.assistant_confidence_threshold
     settings = {
         "num_assistant_tokens": own.num_assistant_tokens or ASSISTANT_TOKENS,
-        "assistant_confidence_threshold": own.assistant_confidence_threshold or 0.0,
+        "assistant_confidence_threshold": ASSISTANT_THRESHOLD if threshold is None else threshold,
         "num_assistant_tokens_schedule": "constant",  # another would carry a length over from request to request
     }
     other = AutoTokenizer.from_pretrained(path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from bytes_tokenizer import VOCABULARY, bytes_tokenizer
 from tiny import oracle, tiny_drafter, tiny_prompt, tiny_target
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+from transformers.generation.candidate_generator import AssistedCandidateGenerator, PromptLookupCandidateGenerator
 
 from osprey.eval.acceptance import greedy_or_sampled, timed_generate
 from osprey.eval.baselines import make_eagle3
@@ -108,6 +108,28 @@ def test_without_copies():
     assert drafter.generation_config.lookup_num_tokens == 0
     peer.prepare("default", None)
     assert drafter.generation_config.lookup_num_tokens == 7
+
+
+def test_a_fixed_length_bounds_the_copies_too():
+    """A tiny target runs in circles: nearly every draft could be a long copy."""
+    target = tiny_target(seed=3)
+    drafter = tiny_drafter(target)
+    drafter.generation_config.lookup_num_tokens = 7
+    peer = drafter_peer("d", drafter)
+    assert max(run(target, peer, "2", 60).rounds)[0] == 2
+    peer.prepare("default", None)
+    assert drafter.generation_config.lookup_num_tokens == 7
+
+
+def test_an_assistant_drafts_as_it_does_without_us(folders):
+    """Its own settings, and where it has none, those that transformers gives it."""
+    root, target, osprey = folders
+    peer = load_peer("small", str(root / "small"), target, bytes_tokenizer(), osprey, False)
+    generator = AssistedCandidateGenerator(
+        tiny_prompt(), peer.model, target.generation_config, {}, logits_processor=None
+    )
+    assert peer.settings["num_assistant_tokens"] == generator.num_assistant_tokens
+    assert peer.settings["assistant_confidence_threshold"] == generator.assistant_confidence_threshold
 
 
 def test_lengths_that_a_peer_has():
