@@ -27,7 +27,7 @@ class Eagle3FirstLayer(OspreyDecoderLayer):
     """A block over `[context | embedding]` whose residual is the context."""
 
     def forward(self, hidden_states, context, position_embeddings, attention_mask, cache):
-        widened = torch.cat([self.ctx_norm(context), self.input_layernorm(hidden_states)], dim=-1)  # [B, T, 2h]
+        widened = self.widen(hidden_states, context)
         hidden_states = context + self.self_attn(widened, position_embeddings, attention_mask, cache)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))  # [B, T, h]
 
