@@ -1,6 +1,7 @@
 """Prompt files: one JSON object a line with `id`, `domain`, `language` and `turns` (the user's turns, in order)."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,14 +29,14 @@ def load_prompts(path: str | Path) -> list[Prompt]:
         raise OSError(f"there is no prompt file {path}.")
     prompts = [
         parse_prompt(line, f"{path}, line {number}")
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
         if line.strip()
     ]
     if not prompts:
         raise ValueError(f"{path} holds no prompts.")
-    repeated = {prompt.id for prompt in prompts if sum(other.id == prompt.id for other in prompts) > 1}
-    if repeated:
-        raise ValueError(f"{path}: the id {sorted(repeated)[0]!r} stands on several lines; ids must be unique.")
+    repeated, times = Counter(prompt.id for prompt in prompts).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"{path}: the id {repeated!r} stands on several lines; ids must be unique.")
     return prompts
 
 

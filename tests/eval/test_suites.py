@@ -22,6 +22,13 @@ def test_a_file(tmp_path):
     assert item.prompt.id == "a" and item.file == "mine" and item.context_length is None
 
 
+def test_a_line_ends_where_json_lines_do(tmp_path):
+    """U+2028 and the like, which Python counts among line ends, may stand in a JSON text as they are."""
+    text = "one\u2028two\u0085three"
+    (tmp_path / "mine.jsonl").write_text(json.dumps(ROW | {"turns": [text]}, ensure_ascii=False), encoding="utf-8")
+    assert load_suite(str(tmp_path / "mine.jsonl"))[0].prompt.turns == (text,)
+
+
 def test_a_folder_takes_part_of_each_file(tmp_path):
     for name in ("one", "two"):
         write(tmp_path / f"{name}.jsonl", *(ROW | {"id": str(index)} for index in range(10)))
