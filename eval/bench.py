@@ -39,10 +39,10 @@ def cells_of(peers: list[Peer], plan: Plan) -> list[Cell]:
 
 
 def in_turn(plain: Cell, cells: list[Cell], index: int) -> list[Cell]:
-    """The order for request `index`: peers take turns in being first, plain generation comes first or second."""
-    start = index % len(cells) if cells else 0
+    """The order for request `index`: peers take turns in being first, now before plain generation, now behind it."""
+    lap, start = divmod(index, len(cells)) if cells else (0, 0)
     order = cells[start:] + cells[:start]
-    order.insert(index % 2, plain)
+    order.insert(lap % 2, plain)
     return order
 
 

@@ -23,7 +23,7 @@ def lengthen(
         The long items, and the ids of those whose own prompt does not fit.
 
     Raises:
-        ValueError: the suite has too little text for such a context.
+        ValueError: the suite has too little text for such a context, or no prompt fits into any.
     """
     long, misfits = [], []
     for length in lengths:
@@ -35,6 +35,11 @@ def lengthen(
                 misfits.append(name)
             else:
                 long.append(Item(replace(item.prompt, id=name, turns=(text,)), item.file, length))
+    if not long:
+        raise ValueError(
+            f"no prompt of the suite fits into {max(lengths)} tokens together with {new_tokens} new ones; choose "
+            "longer --context-lengths."
+        )
     return long, misfits
 
 

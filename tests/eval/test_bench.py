@@ -135,12 +135,15 @@ def test_a_difference_is_explained(models, tmp_path, monkeypatch):
 
 
 def test_all_take_turns():
-    cells = [("a", "1"), ("b", "1"), ("c", "1")]
-    orders = [in_turn("plain", cells, index) for index in range(6)]
-    assert all(sorted(map(str, order)) == sorted(map(str, orders[0])) for order in orders)
-    assert [order.index("plain") for order in orders] == [0, 1, 0, 1, 0, 1]
-    first = [next(cell for cell in order if cell != "plain")[0] for order in orders]
-    assert first == list("abcabc")
+    for names in ("abc", "ab"):
+        cells = [(name, "1") for name in names]
+        orders = [in_turn("plain", cells, index) for index in range(2 * len(cells))]
+        assert all(sorted(map(str, order)) == sorted(map(str, orders[0])) for order in orders)
+        starts = [
+            ("plain" if order[0] == "plain" else "cell", next(cell[0] for cell in order if cell != "plain"))
+            for order in orders
+        ]
+        assert sorted(starts) == [(kind, name) for kind in ("cell", "plain") for name in names]
     assert in_turn("plain", [], 3) == ["plain"]
 
 
@@ -161,7 +164,9 @@ def test_contexts_are_filled_with_other_prompts(models):
         assert count(tokenizer, each.prompt.turns[0]) == each.context_length - 20  # bytes: cuts change no token
         assert texts["pqr".index(each.prompt.id[0])] in each.prompt.turns[0] and len(each.prompt.turns) == 1
     assert "q" * 61 in long[3].prompt.turns[0] and "p" * 151 not in long[3].prompt.turns[0]
-    assert lengthen(items, [200], tokenizer, new_tokens=20) == ([], ["p@200", "q@200", "r@200"])
+    assert lengthen(items, [200, 300], tokenizer, new_tokens=20)[1] == ["p@200", "q@200", "r@200"]
+    with pytest.raises(ValueError, match="no prompt of the suite fits into 200 tokens together with 20 new ones"):
+        lengthen(items, [200], tokenizer, new_tokens=20)
     with pytest.raises(ValueError, match="too little text to fill such a context: 302 tokens"):
         lengthen(items, [900], tokenizer, new_tokens=20)
 
