@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     folder = Path(arguments.drafter).expanduser()
     if not folder.is_dir():
         raise OSError(f"there is no drafter folder {arguments.drafter}.")
-    results = [read_result(path, folder) for path in arguments.results]
+    results = [result_of(path, folder) for path in arguments.results]
     entries = [entry for result in results for entry in eval_results(result)]
     section = "\n\n".join(["## Results", *map(tables, results)])
     refresh_results(folder / "README.md", section, entries, folder.resolve().name)
@@ -37,14 +37,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def read_result(path: str, folder: Path) -> dict[str, Any]:
+def result_of(path: str, folder: Path) -> dict[str, Any]:
     """A result file, which must be of the weights in `folder`."""
-    from osprey.eval.journal import check_schema
+    from osprey.eval.journal import check_schema, read_result
 
-    try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON, so no result of `osprey bench`: {error}.") from error
+    result = read_result(path)
     check_schema(path, result)
     settings = result["settings"]
     measured = settings["models"][settings["drafter"]]["sha256"]

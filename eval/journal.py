@@ -4,6 +4,7 @@ The first line holds the schema version and the settings; a run under other sett
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,22 @@ def check_schema(path: str | Path, content: Any) -> None:
             f"{path} has {found}, and this osprey reads version {SCHEMA_VERSION}: measure again, or use the osprey "
             "that wrote it."
         )
+
+
+def read_result(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a file that should be a result of `osprey bench` (or what stands in for one).
+
+    Raises `OSError` where there is no such file, and `ValueError` where it holds something else.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise OSError(f"there is no result file {path}.") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON, so no result of `osprey bench`: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no result of `osprey bench`.")
+    return content
 
 
 class Journal:
@@ -52,8 +69,8 @@ class Journal:
 
     def read(self, settings: dict[str, Any]) -> None:
         whole, _, cut = self.path.read_bytes().rpartition(b"\n")
-        if cut:
-            self.path.write_bytes(whole + b"\n" if whole else b"")
+        if cut:  # only shortened: a write of the whole file could lose it all
+            os.truncate(self.path, len(whole) + 1 if whole else 0)
         if not whole:  # killed while the first line was written
             self.path.unlink()
             return

@@ -3,7 +3,6 @@
 Colours are Okabe and Ito's, which people with any common colour blindness tell apart; peers also differ in markers.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import matplotlib.ticker
 import numpy as np
 from matplotlib.figure import Figure
 
-from osprey.eval.journal import check_schema
+from osprey.eval.journal import check_schema, read_result
 from osprey.eval.peers import PLAIN
 from osprey.eval.report import matrix, select
 
@@ -41,7 +40,7 @@ def draw_all(files: list[str], out: str | Path) -> list[Path]:
     """
     out, written = Path(out), []
     for name in files:
-        content = read(name)
+        content = read_result(name)
         if "log_history" in content:
             figures = {f"training-{Path(name).resolve().parent.name}": lambda content=content: training(content)}
         else:
@@ -52,18 +51,6 @@ def draw_all(files: list[str], out: str | Path) -> list[Path]:
         for figure_name, draw in figures.items():
             written += save(draw, out / f"{prefix}{figure_name}")
     return written
-
-
-def read(name: str) -> Row:
-    try:
-        content = json.loads(Path(name).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise OSError(f"there is no result file {name}.") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is not JSON, so no result of `osprey bench`.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{name} is no result of `osprey bench`.")
-    return content
 
 
 def save(draw: Callable[[], Figure], path: Path) -> list[Path]:
