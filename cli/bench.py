@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from osprey.cli.arguments import parse
 from osprey.cli.targets import DEFAULT_TARGET, find_model
-from osprey.train.checkpoints import public_name, versions, weights_sha256, write_json
+from osprey.train.checkpoints import hub_commit, public_name, versions, weights_sha256, write_json
 
 if TYPE_CHECKING:
     from osprey.cli.generate import Pair
@@ -145,6 +145,8 @@ def measure(arguments: BenchArguments, items: list["Item"], runs: Path, argv: li
     turns = sum(len(item.prompt.turns) for item in items) * len(plan.temperatures)
     with tqdm(total=turns * (1 + len(cells_of(peers[1:], plan))), unit="run", desc="bench") as bar:
         skipped = run_suite(pair.target, pair.tokenizer, peers, items, plan, journal, bar.update)
+    if not journal.runs:
+        raise ValueError("every prompt of the suite is longer than the target's context: there is nothing to report.")
     return make_result(journal, settings, environment(argv), misfits + skipped, plan.seed)
 
 
@@ -197,20 +199,25 @@ def load_peers(arguments: BenchArguments, named: dict[str, str], items: list["It
 def settings_of(
     arguments: BenchArguments, pair: "Pair", peers: list["Peer"], named: dict[str, str], items: list["Item"]
 ) -> dict[str, Any]:
-    """Whatever the figures depend on, but for the machine and the versions of packages."""
+    """Whatever the figures depend on, but for the machine."""
     import torch
 
     from osprey.cli.targets import resolve_target
 
     prompts = json.dumps([asdict(item) for item in items], ensure_ascii=False, sort_keys=True)
+    target = resolve_target(arguments.target)
     return {
         "target": public_name(arguments.target),
-        "target_sha256": weights_sha256(resolve_target(arguments.target)),
+        "target_sha256": weights_sha256(target),
+        "target_revision": hub_commit(target),
         "drafter": peers[1].name,
         "peers": [peer.name for peer in peers],
         "kinds": {peer.name: peer.kind for peer in peers},
         "draft_settings": {peer.name: peer.settings for peer in peers if peer.settings},
-        "models": {name: {"name": public_name(path), "sha256": weights_sha256(path)} for name, path in named.items()},
+        "models": {
+            name: {"name": public_name(path), "sha256": weights_sha256(path), "revision": hub_commit(path)}
+            for name, path in named.items()
+        },
         "matrix": [word.partition("=")[0] for word in arguments.matrix],
         "suite": public_name(arguments.suite),
         "suite_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
@@ -223,7 +230,19 @@ def settings_of(
         "weights": pair.weights,
         "device": str(pair.target.device),
         "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "code_sha256": code_sha256(),
     }
+
+
+def code_sha256() -> str:
+    """Of all that drafts, decodes and counts: runs of two versions do not belong into one result."""
+    from osprey import modeling
+    from osprey.eval import acceptance, baselines, bench, peers
+
+    files = [path for package in (modeling, baselines) for path in sorted(Path(package.__file__).parent.glob("*.py"))]
+    files += [Path(module.__file__) for module in (acceptance, bench, peers)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def environment(argv: list[str]) -> dict[str, Any]:
@@ -233,17 +252,26 @@ def environment(argv: list[str]) -> dict[str, Any]:
         name, equals, path = word.rpartition("=")
         place = Path(path).expanduser()
         words.append(f"{name}{equals}{place.name}" if place.is_absolute() or place.exists() else word)
-    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--short=12", "HEAD"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # an installed wheel, or no git
-        commit = None
     return {
         "command": f"osprey bench {shlex.join(words)}",
-        "commit": commit,
+        "commit": own_commit(Path(__file__).resolve()),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
         "versions": versions(),
     }
+
+
+def own_commit(file: Path) -> str | None:
+    """The commit that `file` is checked out at, with `-dirty` where tracked files differ from it.
+
+    None for a wheel, also one that is installed inside somebody's repository, and without git.
+    """
+    git = ["git", "-C", str(file.parent)]
+    try:
+        subprocess.run([*git, "ls-files", "--error-unmatch", file.name], capture_output=True, check=True)
+        describe = [*git, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def draw(files: list[str], out: str | None) -> int:

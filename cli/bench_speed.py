@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from osprey.cli.arguments import parse
 from osprey.cli.targets import DEFAULT_TARGET, find_model
-from osprey.train.checkpoints import public_name, versions
+from osprey.train.checkpoints import public_name
 
 if TYPE_CHECKING:
     from osprey.cli.generate import Pair
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from osprey.eval.suites import Item
 
 DRAFTER, ASSISTANT, BASELINE = "drafter", "assistant", "baseline"
+PATHS = ("target", "drafter", "assistant", "baseline", "suite")
 
 
 @dataclass
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers.utils import logging
 
+    from osprey.cli.bench import environment
     from osprey.cli.generate import find_drafter
     from osprey.eval.suites import load_suite
 
@@ -71,13 +73,11 @@ def main(argv: list[str]) -> int:
         if not as_json:
             print(describe(run), flush=True)
     if as_json:
-        settings = {**asdict(arguments), "versions": versions()}
+        settings = asdict(arguments)
         settings |= {name: public_name(value) for name, value in settings.items() if name in PATHS and value}
-        print(json.dumps({"settings": settings, "runs": [asdict(run) for run in runs]}))
+        made_by = environment(["--speed", *argv])
+        print(json.dumps({"settings": settings, "environment": made_by, "runs": [asdict(run) for run in runs]}))
     return 0
-
-
-PATHS = ("target", "drafter", "assistant", "baseline", "suite")
 
 
 def check_arguments(arguments: SpeedArguments) -> None:
@@ -134,11 +134,6 @@ def lengthened(arguments: SpeedArguments, pair: "Pair", items: list["Item"]) -> 
     long: list[Item] = []
     for length in arguments.context_lengths:
         fitting, _ = lengthen(items, [length], pair.tokenizer, arguments.max_new_tokens)
-        if not fitting:
-            raise ValueError(
-                f"--context-lengths: no prompt of the suite fits into {length} tokens together with "
-                f"{arguments.max_new_tokens} new ones; choose a longer context."
-            )
         long += spread(fitting, arguments.context_prompts)
     return long
 
@@ -270,9 +265,3 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
         return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
 
     return [line(head), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(line, rows)]
-
-
-if __name__ == "__main__":
-    from osprey.cli.main import guarded
-
-    sys.exit(guarded("osprey bench --speed", lambda: main(sys.argv[1:])))

@@ -1,6 +1,8 @@
 """`osprey bench` from end to end on tiny models, and what it refuses."""
 
 import json
+import re
+import subprocess
 
 import pytest
 from bytes_tokenizer import VOCABULARY, bytes_tokenizer
@@ -84,6 +86,29 @@ def test_a_benchmark_and_its_plots(osprey, folder, tmp_path):
     assert status == 0 and len(text.split()) == 4 * len(("domain", "language", "position", "draft length"))
 
 
+def test_runs_of_other_code_or_packages_are_not_gone_on_with(osprey, folder, tmp_path, monkeypatch):
+    assert osprey(*usual(folder, tmp_path / "r.json"))[0] == 0
+    settings = json.loads((tmp_path / "r.json").read_text())["settings"]
+    assert len(settings["code_sha256"]) == 64 and settings["versions"] == bench.versions()
+    assert settings["models"]["osprey"]["revision"] is None  # a folder's weights are known by their hash
+    monkeypatch.setattr(bench, "code_sha256", lambda: "0" * 64)
+    monkeypatch.setattr(bench, "versions", lambda: {"torch": "0"})
+    status, _, err = osprey(*usual(folder, tmp_path / "r.json"))
+    assert status == 1 and "other settings (code_sha256, versions changed)" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-new-tokens", "300"], "every prompt of the suite is longer than the target's context"),
+        (["--context-lengths", "8"], "no prompt of the suite fits into 8 tokens together with 6 new ones"),
+    ],
+)
+def test_nothing_fits(osprey, folder, tmp_path, flags, message):
+    status, _, err = osprey(*usual(folder, tmp_path / "r.json"), *flags)
+    assert status == 1 and message in err and not (tmp_path / "r.json").exists()
+
+
 def test_other_settings_and_schemas_are_refused(osprey, folder, tmp_path):
     out = tmp_path / "r.json"
     assert osprey(*usual(folder, out))[0] == 0
@@ -154,3 +179,22 @@ def test_lengths():
 def test_commands_name_no_folders(tmp_path):
     environment = bench.environment(["--drafter", f"a={tmp_path}", "--suite", str(tmp_path), "--limit", "8"])
     assert environment["command"] == f"osprey bench --drafter a={tmp_path.name} --suite {tmp_path.name} --limit 8"
+
+
+def test_the_commit_is_that_of_the_code(tmp_path):
+    """Not that of a repository in which a wheel happens to be installed."""
+
+    def git(*words):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
+
+    own, other = tmp_path / "own.py", tmp_path / "installed.py"
+    own.write_text("1\n")
+    other.write_text("2\n")
+    git("init")
+    git("add", "own.py")
+    git("commit", "-m", "first")
+    commit = bench.own_commit(own)
+    assert re.fullmatch("[0-9a-f]{12}", commit) and bench.own_commit(other) is None
+    own.write_text("3\n")
+    assert bench.own_commit(own) == f"{commit}-dirty"

@@ -66,6 +66,7 @@ def test_json_of_everything(speed, root):
         shares = parts["drafting_share"] + parts["verifying_share"] + parts["outside_share"]
         assert shares == pytest.approx(1) and parts["draft_step"] > 0
     assert str(root) not in out  # no path of this machine
+    assert result["environment"]["command"].startswith("osprey bench --speed ") and result["environment"]["machine"]
 
 
 def test_tables(speed):
