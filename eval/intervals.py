@@ -31,11 +31,6 @@ def ratio_of_sums(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarra
     return numerators.sum(axis=-1) / denominators.sum(axis=-1)
 
 
-def ratio_of_means(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Of two figures of the same requests: resampled together, which keeps the pairs."""
-    return ratio_of_sums(first, second)
-
-
 def bootstrap(
     statistic: Callable[..., np.ndarray],
     *columns: Sequence[float],

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from osprey.eval.markdown import table as table_of
+
 SAMPLES = 4000
 
 
@@ -80,7 +82,7 @@ def markdown(table: dict[str, Any]) -> str:
             ratios.append([arm, *("{:.3f} [{:.3f}, {:.3f}]".format(c["ratio"], *c["ratio_interval"]) for c in cells)])
     first = next(iter(table["arms"]))
     head = ["arm", "steps", "learning rate", *titles]
-    return "\n".join([*_table(head, rows), "", *_table([f"{first} over", *names], ratios)])
+    return "\n\n".join([table_of(head, rows), table_of([f"{first} over", *names], ratios)])
 
 
 def _answers(results: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +106,3 @@ def _runs(results: dict[str, Any], arm: str) -> list[dict[str, Any]]:
 def _swept(results: dict[str, Any], arm: str) -> list[dict[str, Any]]:
     seed = results["seeds"][0]
     return [run for run in results["runs"].values() if run["arm"] == arm and run["seed"] == seed]
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
