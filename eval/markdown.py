@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from osprey.eval.peers import PLAIN
+from osprey.eval.peers import ADAPTIVE, DEFAULT, PLAIN
 from osprey.eval.report import DIMENSIONS, matrix, select
 
 Row = dict[str, Any]
@@ -39,6 +39,11 @@ def describe(result: Row) -> str:
         f"Peak memory of the process, all models loaded: {result['peak_memory_bytes'] / 1e9:.1f} GB.",
         f"Made by `{environment['command']}` at commit {environment['commit'] or 'unknown'}.",
     ]
+    if 0 in settings["temperatures"] and set(settings["draft_lengths"]) & {DEFAULT, ADAPTIVE}:
+        lines.append(
+            "Draft lengths that adapt (greedily also the default, unless the drafter turns it off) follow measured "
+            "times: with them MAL varies from run to run. Fixed lengths give the same figures again."
+        )
     if result.get("plain_scale", 1.0) > 1:
         lines.append(
             f"Plain generation is faster with fp32 weights: its rates are raised by {result['plain_scale']:.2f}."
