@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from osprey.cli.parser import Parser
 from osprey.cli.targets import DEFAULT_TARGET, find_model, resolve_target
-from osprey.eval.prompts import Prompt, encode, load_prompts
+from osprey.eval.prompts import Prompt, check_length, encode, load_prompts
 from osprey.train.checkpoints import hub_commit, public_name, write_json
 
 if TYPE_CHECKING:
@@ -171,16 +171,6 @@ def plain_rate(target: "PreTrainedModel", inputs: dict[str, "torch.Tensor"]) -> 
     timed_generate(target, inputs, max_new_tokens=2, **kwargs)
     run = timed_generate(target, inputs, max_new_tokens=PROBE_TOKENS, min_new_tokens=PROBE_TOKENS, **kwargs)
     return len(run.token_ids) / run.seconds
-
-
-def check_length(inputs: dict[str, "torch.Tensor"], target: "PreTrainedModel", prompt: str, new_tokens: int) -> None:
-    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    length = inputs["input_ids"].shape[1]
-    if limit is not None and length + new_tokens > limit:
-        raise ValueError(
-            f"prompt {prompt!r} has {length} tokens, which with {new_tokens} new ones is more than the target's "
-            f"{limit} positions."
-        )
 
 
 def run_prompts(pair: Pair, prompts: list[Prompt], arguments: argparse.Namespace) -> list["Measurement"]:

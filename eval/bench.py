@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from osprey.eval.acceptance import explain_difference, greedy_or_sampled
 from osprey.eval.journal import Journal
 from osprey.eval.peers import DEFAULT, Peer, Round, run_peer
-from osprey.eval.prompts import encode
+from osprey.eval.prompts import encode, max_positions
 from osprey.eval.suites import Item
 
 WARM_UP_TOKENS = 8
@@ -97,7 +97,7 @@ class Conversation:
 
     def run(self, order: list[Cell], progress: Callable[[int], None]) -> list[str]:
         """Measures all turns, and returns the names of those that do not fit into the target's positions."""
-        limit = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
+        limit = max_positions(self.target)
         prompt, messages = self.item.prompt, []
         names = [
             f"{prompt.id}/turn-{n}" if len(prompt.turns) > 1 else prompt.id for n in range(1, len(prompt.turns) + 1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -63,3 +63,18 @@ def encode(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]])
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+
+
+def max_positions(target: "PreTrainedModel") -> int | None:
+    """Of prompt and answer together; None where the target does not say."""
+    return getattr(target.config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_length(inputs: dict[str, "torch.Tensor"], target: "PreTrainedModel", prompt: str, new_tokens: int) -> None:
+    """Raises `ValueError` where a prompt and its answer do not fit into the target's positions."""
+    limit, length = max_positions(target), inputs["input_ids"].shape[1]
+    if limit is not None and length + new_tokens > limit:
+        raise ValueError(
+            f"prompt {prompt!r} has {length} tokens, which with {new_tokens} new ones is more than the target's "
+            f"{limit} positions."
+        )

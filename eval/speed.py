@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from osprey.eval.acceptance import greedy_or_sampled, mean_acceptance_length
 from osprey.eval.peers import DEFAULT, Peer, watch_rounds
-from osprey.eval.prompts import encode
+from osprey.eval.prompts import check_length, encode
 from osprey.eval.suites import Item
 
 Clock = Callable[[], float]
@@ -103,12 +103,7 @@ def time_generate(
     inputs = encode(tokenizer, [{"role": "user", "content": item.prompt.turns[0]}])
     inputs = {name: tensor.to(target.device) for name, tensor in inputs.items()}
     prompt_length = inputs["input_ids"].shape[1]
-    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and prompt_length + max_new_tokens > limit:
-        raise ValueError(
-            f"prompt {item.prompt.id!r} has {prompt_length} tokens, which with {max_new_tokens} new ones is more "
-            f"than the target's {limit} positions: leave it out, or ask for fewer tokens."
-        )
+    check_length(inputs, target, item.prompt.id, max_new_tokens)
     arguments = {**inputs, **greedy_or_sampled(0), **contestant.peer.prepare(contestant.length, tokenizer)}
     streamer = FirstToken(clock)
     with watch_rounds(target) as rounds:

@@ -68,7 +68,7 @@ def test_runs_are_made_once_and_compared(line, monkeypatch, capsys):
 
 def test_another_recipe_or_a_bad_arm_is_refused(line):
     shutil.rmtree(line / "eagle-1")
-    with pytest.raises((ValueError, OSError)):
+    with pytest.raises(OSError, match="eagle-1"):
         main(command(line, learning_rate=0.5))
     with pytest.raises(ValueError, match="another recipe"):
         main(command(line, unroll_steps=2))
