@@ -155,10 +155,13 @@ def mal_of(run: Run) -> float | None:
 def matrix(result: dict[str, Any], peers: list[str]) -> tuple[list[str], np.ndarray]:
     """Mean MAL of `peers` (drafters of one domain each) by domain tested: the domains, and `[peers, domains]`.
 
-    At the first temperature and draft length. A domain that a drafter is named for stands in that drafter's place.
+    At the first temperature, draft length and context length. A domain that a drafter is named for stands in that
+    drafter's place.
     """
-    rows = select(result, language=None, file=None, temperature=result["settings"]["temperatures"][0])
-    rows = [row for row in rows if row["draft_length"] == result["settings"]["draft_lengths"][0]]
+    settings = result["settings"]
+    firsts = {name: settings[f"{name}s"][0] for name in ("temperature", "draft_length")}
+    firsts["context_length"] = (settings["context_lengths"] or [None])[0]
+    rows = select(result, language=None, file=None, **firsts)
     found = list(dict.fromkeys(row["domain"] for row in rows if row["domain"] is not None))
     domains = [name for name in peers if name in found] + [name for name in found if name not in peers]
     values = {(row["peer"], row["domain"]): row["mal_mean"] for row in rows}

@@ -108,6 +108,15 @@ def test_matrix_puts_domains_in_the_order_of_drafters(tmp_path):
     assert cells.tolist() == [[3, 1, 2], [1, 3, 2]]
 
 
+def test_matrix_is_of_the_first_context(tmp_path):
+    settings = {"peers": ["plain", "chat"], "matrix": ["chat"], "context_lengths": [512, 1024]}
+    runs = []
+    for context, accepted in ((512, 2), (1024, 0)):
+        runs.append(plain_run(f"a@{context}", 4, context_length=context))
+        runs.append(a_run(f"a@{context}", "chat", [(2, accepted)], context_length=context))
+    assert matrix(result_of(tmp_path, runs, **settings), ["chat"])[1].tolist() == [[3]]
+
+
 def test_the_order_of_runs_does_not_matter(tmp_path):
     runs = random_runs(SETTINGS, [("chat", "en"), ("code", "de")], 2)
     turned = runs[4:] + runs[:4]  # the same requests in another order, as when they were run in two starts
