@@ -45,7 +45,8 @@ class BenchArguments:
     limit: int | None = field(default=None, metadata={"help": "prompts of each file, taken spread over it"})
     temperatures: list[float] = field(default_factory=lambda: [0.0], metadata={"help": "0 is greedy"})
     draft_lengths: list[str] = field(
-        default_factory=lambda: ["default"], metadata={"help": "default, adaptive, fixed ones such as 3, and 1-8"}
+        default_factory=lambda: ["default"],
+        metadata={"help": "default, adaptive, and fixed ones, which bound copies too, such as 3 or 1-8"},
     )
     context_lengths: list[int] = field(
         default_factory=list, metadata={"help": "fill a context of so many tokens with other prompts of the suite"}

@@ -44,7 +44,7 @@ class SpeedArguments:
     )
     draft_lengths: list[str] = field(
         default_factory=lambda: ["default"],
-        metadata={"help": "of the drafter: default, adaptive, fixed ones such as 3, and 1-8"},
+        metadata={"help": "of the drafter: default, adaptive, and fixed ones (of copies too), such as 3 or 1-8"},
     )
     context_lengths: list[int] = field(
         default_factory=list, metadata={"help": "also some prompts behind others that fill so many tokens"}
