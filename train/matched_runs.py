@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +84,10 @@ def matched_runs(matched: MatchedArguments, config: OspreyDistillationConfig) ->
         "recipe": {k: v for k, v in recipe(config).items() if k not in ("learning_rate", "seed")},
     }
     results = json.loads(path.read_text()) if path.exists() else {"settings": settings, "runs": {}}
-    before = results["settings"]
-    common = before["recipe"].keys() & settings["recipe"].keys()  # settings that are recorded only since do not count
-    if any(before[name] != settings[name] for name in settings if name != "recipe") or any(
-        before["recipe"][name] != settings["recipe"][name] for name in common
-    ):
+    # A setting that is younger than the file had its default.
+    old = {option.name: option.default for option in fields(config)} | results["settings"]["recipe"]
+    results["settings"]["recipe"] = {name: old[name] for name in settings["recipe"]}
+    if results["settings"] != settings:
         raise ValueError(f"{path} holds runs with other features or another recipe: give another --out.")
     results |= {"versions": versions(), "seeds": matched.seeds}
     if "without_training" not in results:

@@ -72,6 +72,14 @@ def test_another_recipe_or_a_bad_arm_is_refused(line):
         main(command(line, learning_rate=0.5))
     with pytest.raises(ValueError, match="another recipe"):
         main(command(line, unroll_steps=2))
+    path = line / "matched" / "runs.json"
+    results = json.loads(path.read_text())
+    del results["settings"]["recipe"]["context_learning_rate"]  # of a file from before there was this setting
+    path.write_text(json.dumps(results))
+    with pytest.raises(ValueError, match="another recipe"):
+        main(command(line, context_learning_rate=0.5))
+    with pytest.raises(OSError, match="eagle-1"):
+        main(command(line))
     with pytest.raises(ValueError, match="'ours=fast' is not NAME=RATE"):
         main([*command(line), "--own_rates", "ours=fast"])
     with pytest.raises(ValueError, match="no arm 'theirs'"):
