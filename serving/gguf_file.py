@@ -124,6 +124,4 @@ def check_gguf(drafter: OspreyDrafter, drafter_path: str, folder: Path) -> float
             f"{len(wrong)} of the target's tokens have another id in the GGUF file, {wrong[0]!r} among them: it is "
             "not kept; report this as a bug."
         )
-    return check_causal_lm(
-        drafter, folder, gguf_file=GGUF_NAME, quantization_config=GgufConfig(dequantize=True)
-    )
+    return check_causal_lm(drafter, folder, gguf_file=GGUF_NAME, quantization_config=GgufConfig(dequantize=True))
