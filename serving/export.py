@@ -32,7 +32,7 @@ class ExportArguments:
 
     drafter: str = field(metadata={"help": "drafter: Hub id or folder"})
     out: str = field(metadata={"help": "folder to write"})
-    to: str = field(default="vllm", metadata={"help": "what to write", "choices": FORMATS})
+    to: str = field(metadata={"help": "what to write", "choices": FORMATS})
     tokenizer_pre: str = field(
         default="default",
         metadata={"help": "gguf: llama.cpp's name of the target's pre-tokenizer (smollm, qwen2, llama-bpe, ...)"},

@@ -33,10 +33,18 @@ def write_gguf(
     causal_lm_config(config)  # refuses what is no ordinary causal LM
     family = config.backbone_model_type
     rope = config.rope_parameters
-    if family not in ARCHITECTURES or rope.get("rope_type", "default") != "default" or config.mlp_bias:
+    obstacles = {
+        f"of family {family}": family not in ARCHITECTURES,
+        f"with {rope.get('rope_type')} rotary positions": rope.get("rope_type", "default") != "default",
+        "with biases": config.attention_output_bias or config.mlp_bias or config.attention_bias != (family == "qwen2"),
+        # transformers' reader, which checks the file, takes 128 whatever the file says
+        f"with heads of {config.head_dim} instead of 128": family == "qwen3" and config.head_dim != 128,
+    }
+    found = [name for name, there in obstacles.items() if there]
+    if found:
         raise ValueError(
-            f"This drafter cannot be written as GGUF: that is done for {', '.join(ARCHITECTURES)} blocks with plain "
-            f"rotary positions and no MLP bias, and its are {family} with {rope.get('rope_type')} ones."
+            f"This drafter's blocks are {', '.join(found)}, which cannot be written as GGUF and read back: export it "
+            "as causal-lm, and convert that with llama.cpp's own script."
         )
     writer = GGUFWriter(str(path), family)
     writer.add_context_length(config.max_position_embeddings)

@@ -2,8 +2,8 @@
 
     python run_vllm.py SPEC.json OUT.json
 
-SPEC: `engines` (name to the arguments of vLLM's `LLM`), `prompts` (lists of token ids) and `max_tokens`. OUT: for each
-name `token_ids` of the completions and, with a drafter, `num_drafts` and `accepted_by_position` (counts), or `error`.
+SPEC: by name `engine` (arguments of vLLM's `LLM`), `prompts` (lists of token ids) and `max_tokens`. OUT: by name
+`token_ids` of the completions and, with a drafter, `num_drafts` and `accepted_by_position` (counts), or `error`.
 """
 
 import gc
@@ -18,17 +18,11 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: importing vLL
 def generate(engine: dict, prompts: list[list[int]], max_tokens: int) -> dict:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        **engine,
-        dtype="float32",
-        enforce_eager=True,
-        seed=0,
-        disable_log_stats=False,
-        distributed_executor_backend="uni",
-    )
+    defaults = {"dtype": "float32", "enforce_eager": True, "seed": 0, "distributed_executor_backend": "uni"}
+    llm = LLM(**defaults | engine, disable_log_stats=False)
     outputs = llm.generate(
         [{"prompt_token_ids": ids} for ids in prompts],
-        SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False),
         use_tqdm=False,
     )
     result = {"token_ids": [list(output.outputs[0].token_ids) for output in outputs]}
@@ -45,9 +39,9 @@ def main(spec_path: str, out_path: str) -> None:
 
     spec = json.loads(Path(spec_path).read_text())
     results = {}
-    for name, engine in spec["engines"].items():
+    for name, run in spec.items():
         try:
-            results[name] = generate(engine, spec["prompts"], spec["max_tokens"])
+            results[name] = generate(**run)
         except Exception as error:
             results[name] = {"error": f"{type(error).__name__}: {error}"}
         gc.collect()

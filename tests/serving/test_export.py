@@ -142,10 +142,10 @@ def merging_tokenizer():
     )
 
 
-def backbone_and_drafter(family, vocab_size=48):
+def backbone_and_drafter(family, **changes):
     """A backbone with random weights, and the drafter of its blocks with noise in the context half."""
     config_class, backbone_changes, drafter_changes = FAMILIES[family]
-    shape = SHAPE | {"num_hidden_layers": 2, "vocab_size": vocab_size}
+    shape = SHAPE | {"num_hidden_layers": 2} | changes
     torch.manual_seed(0)
     backbone = perturbed(AutoModelForCausalLM.from_config(config_class(**shape | backbone_changes)).eval())
     same = {"rope_parameters": backbone.config.rope_parameters, "backbone_model_type": backbone.config.model_type}
@@ -176,7 +176,8 @@ def test_causal_lm_is_the_backbone(family, tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_gguf_is_the_backbone(family, tmp_path):
-    backbone, drafter = backbone_and_drafter(family, vocab_size=264)  # four rows that only pad
+    # Four rows that only pad, and the one head size that transformers' reader knows for qwen3.
+    backbone, drafter = backbone_and_drafter(family, vocab_size=264, head_dim=128 if family == "qwen3" else 8)
     export(saved(drafter, tmp_path / "drafter", merging_tokenizer()), "gguf", tmp_path)
     quantization = GgufConfig(dequantize=True)
     assert_same_logits(backbone, tmp_path, gguf_file="model.gguf", quantization_config=quantization)
@@ -198,7 +199,9 @@ def test_weights_keep_their_dtype(tmp_path):
         ("gguf", {"shortlist": SHORTLIST}, "a head of its own for 7 of 48 tokens"),
         ("causal-lm", {"backbone_model_type": "mamba"}, "of family 'mamba'"),
         ("sglang", {"backbone_model_type": "qwen2", "attention_bias": True}, "llama and qwen3 blocks"),
-        ("gguf", YARN, "plain rotary positions"),
+        ("gguf", YARN, "with yarn rotary positions"),
+        ("gguf", {"attention_bias": True}, "with biases"),
+        ("gguf", QK_NORM, "with heads of 8 instead of 128"),
     ],
 )
 def test_what_a_format_cannot_say_is_refused(to, changes, message, tmp_path, capsys):
