@@ -132,7 +132,7 @@ def server(args: argparse.Namespace, speculation: dict[str, Any] | None) -> Iter
     if speculation is not None:
         command += ["--speculative-config", json.dumps(speculation)]
     print("+", shlex.join(command), file=sys.stderr)
-    process = subprocess.Popen(command, stdout=sys.stderr)
+    process = subprocess.Popen(command, stdout=2)  # our own output is the figures
     url = f"http://127.0.0.1:{args.port}"
     try:
         deadline = time.monotonic() + START_SECONDS
@@ -141,7 +141,7 @@ def server(args: argparse.Namespace, speculation: dict[str, Any] | None) -> Iter
                 raise OSError(f"`{shlex.join(command)}` ended with {process.returncode}; its last lines say why.")
             if time.monotonic() > deadline:
                 raise OSError(f"vLLM did not answer at {url} within {START_SECONDS} s.")
-            time.sleep(2)
+            time.sleep(0.5)
         yield url
     finally:
         process.terminate()
