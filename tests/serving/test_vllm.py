@@ -73,18 +73,19 @@ def sharded_runs(root: Path) -> dict[str, dict]:
             layer.self_attn.q_proj.weight[:, :128].normal_(std=0.02)
     target.save_pretrained(root / "target")
     drafter.save_pretrained(root / "drafter")
-    speculation = {"method": "eagle3", "model": str(root / "drafter"), "num_speculative_tokens": DRAFT_LENGTH}
+    speculation = {"method": "eagle3", "model": str(root / "drafter"), "num_speculative_tokens": 2}
     engine = {
         "model": str(root / "target"),
+        "max_num_seqs": 2,
         "max_model_len": 256,
         "skip_tokenizer_init": True,
         "speculative_config": speculation,
     }
-    prompts = [tiny_prompt(20, seed, 512)[0].tolist() for seed in range(4)]
+    prompts = [tiny_prompt(20, seed, 512)[0].tolist() for seed in range(2)]
     shards = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     return {
-        "one shard": {"engine": engine, "prompts": prompts, "max_tokens": 32},
-        "two shards": {"engine": engine | shards, "prompts": prompts, "max_tokens": 32},
+        "one shard": {"engine": engine, "prompts": prompts, "max_tokens": 6},
+        "two shards": {"engine": engine | shards, "prompts": prompts, "max_tokens": 6},
     }
 
 
@@ -122,6 +123,7 @@ def runs(smollm2, prompts, tmp_path_factory) -> dict[str, dict]:
     environment = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two shards on one core as well
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3000",  # shards that share a core wait for each other
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
