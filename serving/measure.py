@@ -2,8 +2,7 @@
 
     python -m osprey.serving.measure TARGET --drafter DRAFTER [--draft-model CAUSAL_LM] --prompts PROMPTS.jsonl
 
-Runs in vLLM's environment, or anywhere with `--vllm "path/to/vllm"`; needs the standard library alone. Each engine is
-started once, answers the prompts once to warm up, and then again at each concurrency. Greedy. *MAL* is 1 + accepted
+Runs anywhere, with the standard library alone; `--serve` says how vLLM is started there. Each engine is started once, answers the prompts once to warm up, and then again at each concurrency. Greedy. *MAL* is 1 + accepted
 tokens / drafts, from the server's own counters, pooled over all requests.
 """
 
@@ -36,8 +35,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
-    parser.add_argument("--vllm", default="vllm", help="the command that starts vLLM")
-    parser.add_argument("--vllm-args", default="", help="more arguments for `vllm serve`, as one text")
+    parser.add_argument("--serve", default="vllm serve {target}", help="the command that starts vLLM, as one text")
     parser.add_argument("--port", type=int, default=8077)
     parser.add_argument("--json", help="write everything, texts included, to this file")
     return parser.parse_args(argv)
@@ -127,8 +125,8 @@ def counters(url: str) -> dict[str, float]:
 
 @contextmanager
 def server(args: argparse.Namespace, speculation: dict[str, Any] | None) -> Iterator[str]:
-    """`vllm serve`, once it answers; ended when the block is left."""
-    command = [*shlex.split(args.vllm), "serve", args.target, "--port", str(args.port), *shlex.split(args.vllm_args)]
+    """The server's address, once it answers; the server ends with the block."""
+    command = [word.replace("{target}", args.target) for word in shlex.split(args.serve)] + ["--port", str(args.port)]
     if speculation is not None:
         command += ["--speculative-config", json.dumps(speculation)]
     print("+", shlex.join(command), file=sys.stderr)

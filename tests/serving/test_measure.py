@@ -64,8 +64,8 @@ def fake(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    vllm = f"{sys.executable} {tmp_path / 'fake_vllm.py'}"
-    return ["--prompts", str(tmp_path / "prompts.jsonl"), "--vllm", vllm, "--port", str(port)]
+    serve = f"{sys.executable} {tmp_path / 'fake_vllm.py'} {{target}}"
+    return ["--prompts", str(tmp_path / "prompts.jsonl"), "--serve", serve, "--port", str(port)]
 
 
 def test_figures(fake, tmp_path, capsys):
