@@ -2,8 +2,9 @@
 
     python -m osprey.serving.measure TARGET --drafter DRAFTER [--draft-model CAUSAL_LM] --prompts PROMPTS.jsonl
 
-Runs anywhere, with the standard library alone; `--serve` says how vLLM is started there. Each engine is started once, answers the prompts once to warm up, and then again at each concurrency. Greedy. *MAL* is 1 + accepted
-tokens / drafts, from the server's own counters, pooled over all requests.
+Runs anywhere, with the standard library alone; `--serve` says how vLLM is started there. Each engine is started once,
+answers some prompts to warm up, and then all of them at each concurrency. Greedy. *MAL* is 1 + accepted tokens /
+drafts, from the server's own counters, pooled over all requests.
 """
 
 import argparse
