@@ -11,8 +11,9 @@ REQUIRED_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
     *("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "tie_word_embeddings"),
-    *("target_hidden_size", "target_num_hidden_layers", "target_layer_ids", "format_version"),
+    *("target_hidden_size", "target_num_hidden_layers", "target_layer_ids"),
 )
+FORMAT_VERSIONS = (1, 2)  # 2 added a hash of the target's vocabulary
 
 
 def vllm_tap_ids(target_layer_ids: Iterable[int]) -> list[int]:
@@ -36,10 +37,11 @@ def check_config(config: Mapping[str, Any]) -> None:
             f"The drafter's config.json has no {', '.join(missing)}, which an engine would fill with a default of its "
             "own: save the drafter again with a current osprey-drafter."
         )
-    if config["format_version"] != 1:
+    version = config.get("format_version", 1)
+    if version not in FORMAT_VERSIONS:
         raise ValueError(
-            f"The drafter's format_version is {config['format_version']}, but this plugin reads version 1: update "
-            "osprey-drafter."
+            f"The drafter's format_version is {version}, but this code reads up to {max(FORMAT_VERSIONS)}: "
+            "update osprey-drafter."
         )
     taps, num_layers = list(config["target_layer_ids"]), config["target_num_hidden_layers"]
     if len(taps) != 3 or sorted(set(taps)) != taps or taps[0] < 0 or taps[-1] > num_layers - 2:

@@ -65,7 +65,7 @@ def test_a_drafters_tensors_are_the_expected_ones(form, tmp_path):
         ({"target_layer_ids": [0, 1]}, "three different layers"),
         ({"target_layer_ids": [2, 1, 3]}, "in rising order"),
         ({"target_layer_ids": [0, 1, 2], "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, r"are \[1, 2, 3\] as vLLM"),
-        ({"format_version": 2}, "format_version is 2"),
+        ({"format_version": 3}, "format_version is 3"),
         ({"no_rope_layers": [1]}, "1 entries for 2 layers"),
     ],
 )

@@ -152,7 +152,7 @@ def test_acceptance_is_that_of_transformers(runs, prompts, smollm2):
     drafter = OspreyDrafter.from_pretrained(DRAFTER).eval()
     settings = drafter.generation_config
     settings.num_assistant_tokens, settings.assistant_confidence_threshold = DRAFT_LENGTH, 0.0
-    settings.lookup_num_tokens = 0
+    settings.lookup_num_tokens, settings.adaptive_draft_length = 0, False
     num_drafts, accepted = 0, [0] * DRAFT_LENGTH
     for ids in prompts:
         inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
