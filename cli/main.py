@@ -19,6 +19,7 @@ VERBS = {
     "distill": "stage 4: train the drafter to match its target",
     "adapt": "convert, prepare and distill in one: a backbone becomes a drafter",
     "plan": "sizes, memory and time of an adaptation, before it starts",
+    "export": "write a drafter for vLLM, SGLang, llama.cpp or as a plain draft model",
     "baseline": "an untrained EAGLE-3-style drafter, to distill and compare with",
     "push": "publish a drafter or a backbone on the Hub",
     "pull": "fetch one from the Hub, by name or the best for a target",
