@@ -27,5 +27,5 @@ def main(argv: list[str]) -> int:
         return 0
     record = records["distill"]
     held_out = ", ".join(f"{name.removeprefix('eval_')} {value:.3f}" for name, value in record["held_out"].items())
-    print(f"{arguments.out}: {record['steps']} steps in {record['seconds']} s; held out: {held_out}")
+    print(f"{arguments.out}: {record['steps']} steps in {record['seconds']} s; held out: {held_out or 'nothing'}")
     return 0

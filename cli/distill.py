@@ -35,5 +35,5 @@ def main(argv: list[str]) -> int:
         print(json.dumps(record, ensure_ascii=False))
     else:
         held_out = ", ".join(f"{name.removeprefix('eval_')} {value:.3f}" for name, value in record["held_out"].items())
-        print(f"{arguments.out}: {record['steps']} steps in {record['seconds']} s; held out: {held_out}")
+        print(f"{arguments.out}: {record['steps']} steps in {record['seconds']} s; held out: {held_out or 'nothing'}")
     return 0

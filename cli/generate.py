@@ -124,7 +124,7 @@ class Pair:
 
 def load_pair(arguments: argparse.Namespace, drafter_path: str, prompts: list[Prompt]) -> Pair:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
     from osprey.modeling import OspreyDrafter, check_target, check_tokenizer, fp16_linears, int8_linears
 
@@ -134,6 +134,11 @@ def load_pair(arguments: argparse.Namespace, drafter_path: str, prompts: list[Pr
     if not on_cpu and arguments.weights is not None:
         raise ValueError(f"--weights is for the CPU; on {device.type} the target keeps the precision it is stored in.")
     dtype = torch.float32 if on_cpu else "auto"
+    kind = PretrainedConfig.get_config_dict(drafter_path)[0].get("model_type")
+    if kind != "osprey":
+        raise ValueError(
+            f"{drafter_path} is no Osprey drafter but a {kind} model: make one of it with `osprey convert`."
+        )
     tokenizer = AutoTokenizer.from_pretrained(target_path)
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype=dtype).to(device).eval()
     drafter = OspreyDrafter.from_pretrained(drafter_path, dtype=target.dtype).to(device).eval()

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from osprey.cli.arguments import parse
-from osprey.cli.targets import check_on_hub, resolve_target
+from osprey.cli.targets import check_on_hub, refuse_missing_folder, resolve_target
 from osprey.hub_cards.import_checkpoint import REPO, TARGETS, load_weights, read_checkpoint
 from osprey.modeling import OspreyDrafter
 from osprey.train.align import load_tokenizer
@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
 def import_checkpoint(arguments: ImportArguments) -> dict[str, Any]:
     """Writes the drafter folder and returns what `training.json` says about it."""
     with atomic_folder(arguments.out, arguments.overwrite) as work:
+        refuse_missing_folder("checkpoint", arguments.checkpoint)
         target = arguments.target or default_target(arguments.checkpoint)
         folder, commit = fetch(arguments.checkpoint, arguments.revision)
         checkpoint = read_checkpoint(folder)

@@ -70,7 +70,7 @@ def guarded(name: str, command: Callable[[], int]) -> int:
     except ModuleNotFoundError as error:
         if os.environ.get("OSPREY_DEBUG") == "1" or (error.name or "").split(".")[0] == "osprey":
             raise
-        extra = "eval" if error.name == "matplotlib" else "train"
+        extra = "dev" if error.name == "matplotlib" else "train"  # `eval` wants an environment of its own
         print(
             f"{name} needs the package {error.name}, which is not installed: it comes with the extra `{extra}` "
             f"(in a clone: .venv/bin/pip install -e '.[{extra}]').",

@@ -58,6 +58,12 @@ def find_model(kind: str, name: str) -> str:
     return name
 
 
+def refuse_missing_folder(kind: str, name: str) -> None:
+    """Raises `OSError` for what can only be meant as a path, and is none."""
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
+        raise OSError(f"unknown {kind} {name!r}: there is no such folder.")
+
+
 def check_on_hub(kind: str, name: str, config: str = "config.json", revision: str | None = None) -> None:
     """Raises `OSError` or `ValueError` with one sentence where neither the Hub nor its cache has `config`."""
     from huggingface_hub import errors, hf_hub_download

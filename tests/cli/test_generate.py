@@ -207,6 +207,12 @@ def test_drafter_of_another_target(osprey):
     assert "This drafter was made for" in err and "hidden size of 40" in err
 
 
+def test_a_model_that_is_no_drafter(osprey):
+    status, _, err = osprey(drafter="target")
+    assert status == 1
+    assert "is no drafter but a llama model: make one of it with `osprey convert`" in err and err.count("\n") == 1
+
+
 def test_truncated_drafter(osprey, folders, tmp_path):
     broken = shutil.copytree(folders / "drafter", tmp_path / "broken")
     weights = (broken / "model.safetensors").read_bytes()

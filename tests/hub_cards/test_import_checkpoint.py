@@ -163,7 +163,7 @@ def test_from_the_hub(tmp_path, target, monkeypatch, capsys):
         (f"{repo}/qwen3-8b/nothing", "neither a local folder nor in the Hub's local cache"),
         (f"{repo}/other/osprey", "does not say which target it was trained for: name it with --target"),
         ("org/one", "does not say which target it was trained for"),
-        ("./nowhere", "does not say which target"),
+        ("./nowhere", "unknown checkpoint './nowhere': there is no such folder"),
     ):
         assert command(["import", name, "--out", str(tmp_path / "other")]) == 1
         shown = capsys.readouterr().err
