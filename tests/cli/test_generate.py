@@ -210,7 +210,7 @@ def test_drafter_of_another_target(osprey):
 def test_a_model_that_is_no_drafter(osprey):
     status, _, err = osprey(drafter="target")
     assert status == 1
-    assert "is no drafter but a llama model: make one of it with `osprey convert`" in err and err.count("\n") == 1
+    assert "is no Osprey drafter but a llama model: make one of it with `osprey convert`." in err
 
 
 def test_truncated_drafter(osprey, folders, tmp_path):
