@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from osprey.cli.arguments import parse
-from osprey.cli.targets import DEFAULT_TARGET, find_model, resolve_target
+from osprey.cli.targets import DEFAULT_TARGET, check_on_hub, resolve_target
 from osprey.train.prune import PruneArguments, prune
 
 
@@ -13,8 +13,8 @@ def main(argv: list[str]) -> int:
     arguments, as_json = parse(PruneArguments, argv, "osprey prune", __doc__, positional="source")
     if arguments.source == DEFAULT_TARGET:
         arguments.source = resolve_target(arguments.source)
-    elif not Path(arguments.source).exists():
-        arguments.source = find_model("source", arguments.source)
+    elif not Path(arguments.source).exists() and not arguments.source.startswith((".", "/", "~")):
+        check_on_hub("source", arguments.source)
     record = prune(arguments)
     if as_json:
         print(json.dumps(record, ensure_ascii=False))
