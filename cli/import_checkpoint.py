@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from osprey.cli.arguments import parse
-from osprey.cli.targets import check_on_hub, refuse_missing_folder, resolve_target
+from osprey.cli.targets import check_on_hub, local_folder, resolve_target
 from osprey.hub_cards.import_checkpoint import REPO, TARGETS, load_weights, read_checkpoint
 from osprey.modeling import OspreyDrafter
 from osprey.train.align import load_tokenizer
@@ -52,9 +52,10 @@ def main(argv: list[str]) -> int:
 def import_checkpoint(arguments: ImportArguments) -> dict[str, Any]:
     """Writes the drafter folder and returns what `training.json` says about it."""
     with atomic_folder(arguments.out, arguments.overwrite) as work:
-        refuse_missing_folder("checkpoint", arguments.checkpoint)
+        folder, commit = local_folder("checkpoint", arguments.checkpoint, subfolders=True), None
         target = arguments.target or default_target(arguments.checkpoint)
-        folder, commit = fetch(arguments.checkpoint, arguments.revision)
+        if folder is None:
+            folder, commit = fetch(arguments.checkpoint, arguments.revision)
         checkpoint = read_checkpoint(folder)
         refuse_windows(checkpoint.blocks, list(range(checkpoint.blocks.num_hidden_layers)))
 
@@ -111,18 +112,15 @@ def default_target(checkpoint: str) -> str:
     return TARGETS[first]
 
 
-def fetch(checkpoint: str, revision: str | None) -> tuple[Path, str | None]:
-    """The local folder of a checkpoint, and its commit where it comes from the Hub.
+def fetch(checkpoint: str, revision: str | None) -> tuple[Path, str]:
+    """A checkpoint from the Hub: its local folder, and its commit.
 
-    Raises `OSError` or `ValueError` with one sentence where there is no such folder, or the Hub does not serve it.
+    Raises `OSError` or `ValueError` with one sentence where the Hub does not serve it.
     """
     from huggingface_hub import snapshot_download
 
-    folder = Path(checkpoint).expanduser()
-    if folder.is_dir():
-        return folder, None
     *repo, subfolder = (*checkpoint.split("/", 2), "") if checkpoint.count("/") == 1 else checkpoint.split("/", 2)
-    if checkpoint.startswith((".", "/", "~")) or len(repo) != 2:
+    if len(repo) != 2:
         raise OSError(f"unknown checkpoint {checkpoint!r}: there is no such folder.")
     prefix = f"{subfolder.strip('/')}/" if subfolder else ""
     check_on_hub("checkpoint", "/".join(repo), f"{prefix}config.json", revision)

@@ -6,15 +6,15 @@ from typing import Any
 
 from osprey.cli.arguments import parse
 from osprey.cli.targets import DEFAULT_TARGET, check_on_hub, resolve_target
-from osprey.train.prune import PruneArguments, prune
+from osprey.train.prune import PruneArguments, locate, prune
 
 
 def main(argv: list[str]) -> int:
     arguments, as_json = parse(PruneArguments, argv, "osprey prune", __doc__, positional="source")
     if arguments.source == DEFAULT_TARGET:
         arguments.source = resolve_target(arguments.source)
-    elif not Path(arguments.source).exists() and not arguments.source.startswith((".", "/", "~")):
-        check_on_hub("source", arguments.source)
+    elif not Path(locate(arguments.source, arguments.revision)[0]).exists():
+        check_on_hub("source", arguments.source, revision=arguments.revision)
     record = prune(arguments)
     if as_json:
         print(json.dumps(record, ensure_ascii=False))

@@ -46,22 +46,28 @@ def find_model(kind: str, name: str) -> str:
 
     `kind` (target, drafter) is what the error messages call it.
     """
+    folder = local_folder(kind, name)
+    if folder is None:
+        check_on_hub(kind, name)
+        return name
+    if not (folder / "config.json").is_file():
+        raise OSError(f"{name} is a folder without config.json, so it holds no {kind}.")
+    return str(folder)
+
+
+def local_folder(kind: str, name: str, subfolders: bool = False) -> Path | None:
+    """The folder that `name` is; None for what may be on the Hub, with `subfolders` in a folder of a repository.
+
+    Raises `OSError` for what can only be meant as a folder here, and is none.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise OSError(f"{name} is a folder without config.json, so it holds no {kind}.")
-        return str(folder)
+        return folder
     # `org/model` may be a Hub id; anything deeper, or starting like a path, was meant as a folder.
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/"):
+    is_deeper = name.count("/") > 1 or name.endswith("/")
+    if name.startswith((".", "/", "~")) or (is_deeper and not subfolders):
         raise OSError(f"unknown {kind} {name!r}: there is no such folder.")
-    check_on_hub(kind, name)
-    return name
-
-
-def refuse_missing_folder(kind: str, name: str) -> None:
-    """Raises `OSError` for what can only be meant as a path, and is none."""
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
-        raise OSError(f"unknown {kind} {name!r}: there is no such folder.")
+    return None
 
 
 def check_on_hub(kind: str, name: str, config: str = "config.json", revision: str | None = None) -> None:

@@ -1,6 +1,8 @@
 """What a published folder holds: its files, its card, its remote code. Imports neither torch nor transformers."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,9 +38,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def card_data(path: Path) -> ModelCardData:
     """The metadata at the head of a card, results included."""
-    try:
+    with card_sentences(path):
         return ModelCard.load(path).data
-    except Exception as error:  # of YAML, or of the results' form
+
+
+@contextmanager
+def card_sentences(path: Path) -> Iterator[None]:
+    """Turns what reading the metadata of the card `path` raises into `ValueError`, with one sentence."""
+    try:
+        yield
+    except Exception as error:  # of YAML, or of the form of model-index
         raise ValueError(
             f"the metadata at the head of {path} cannot be read: {' '.join(str(error).split())}"
         ) from error

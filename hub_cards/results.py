@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
-from osprey.hub_cards.layout import METRIC
+from osprey.hub_cards.layout import METRIC, card_sentences
 
 BEGIN, END = "<!-- osprey card: results -->", "<!-- osprey card: end of results -->"
 
@@ -78,12 +78,8 @@ def refresh_results(card_path: Path, section: str, results: list[EvalResult], mo
 
 
 def read_card(content: str, path: Path) -> ModelCard:
-    try:
+    with card_sentences(path):
         card = ModelCard(content)
-    except Exception as error:  # of YAML, or of the form of model-index
-        raise ValueError(
-            f"the metadata at the head of {path} cannot be read: {' '.join(str(error).split())}"
-        ) from error
     if not card.data.to_dict():
         raise ValueError(
             f"{path} has no metadata at its head (YAML between lines of ---): add license and base_model."

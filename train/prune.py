@@ -219,7 +219,7 @@ def refuse_windows(config: PreTrainedConfig, layer_ids: list[int]) -> None:
 
 
 def load_config(source: str, revision: str | None = None) -> PreTrainedConfig:
-    folder, options = _locate(source, revision)
+    folder, options = locate(source, revision)
     try:
         config = AutoConfig.from_pretrained(folder, **options)
     except (struct.error, KeyError, UnicodeDecodeError) as error:  # of transformers' GGUF reader
@@ -237,7 +237,7 @@ def refuse_family(source: str, model_type: str | None) -> None:
 
 
 def load_source(source: str, revision: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    folder, options = _locate(source, revision)
+    folder, options = locate(source, revision)
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     if "gguf_file" in options:
         # Without `dequantize` the blocks may stay packed (where the `kernels` package is installed).
@@ -245,7 +245,7 @@ def load_source(source: str, revision: str | None = None) -> tuple[PreTrainedMod
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options), tokenizer
 
 
-def _locate(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
+def locate(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
     """What `from_pretrained` wants: a folder or Hub id, and options."""
     path = Path(source)
     if path.suffix == ".gguf":
