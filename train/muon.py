@@ -2,7 +2,8 @@
 
 Muon (Jordan et al., 2024; `torch.optim.Muon`) steps along the orthogonalised momentum, so that directions with small
 gradients move as fast as the others. In distillation these are the context halves of Q, K and V: they start at zero
-beside pretrained weights, and AdamW at a rate that the pretrained half bears hardly moves them.
+beside pretrained weights, and AdamW at a rate that the pretrained half bears hardly moves them. In pretraining few
+tokens go further with it.
 """
 
 from typing import Any
@@ -40,7 +41,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self.halves: list[tuple[nn.Parameter, nn.Parameter, nn.Parameter]] = []  # a matrix, its context and own half
         for name, parameter in model.named_parameters():  # a tied head comes once, as the embedding
             if parameter.requires_grad:
-                is_matrix = parameter.ndim == 2 and name.startswith(("fc.", "layers."))
+                # `model.layers.` in a causal language model, `layers.` in a drafter
+                is_matrix = parameter.ndim == 2 and name.removeprefix("model.").startswith(("fc.", "layers."))
                 if context_lr is not None and name.endswith(WIDENED):
                     self.halves.append(
                         (parameter, *map(nn.Parameter, parameter.data.chunk(2, dim=1)))

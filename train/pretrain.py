@@ -71,6 +71,10 @@ class PretrainArguments:
     batch_rows: int = field(default=8, metadata={"help": "rows in a forward pass of one process"})
     accumulation: int = field(default=1, metadata={"help": "forward passes in an optimizer step"})
     learning_rate: float = field(default=1e-3, metadata={"help": "peak of the schedule"})
+    matrix_learning_rate: float | None = field(
+        default=None,
+        metadata={"help": "Muon for the matrices of the blocks, at this peak; --learning_rate is then the rest's"},
+    )
     schedule: str = field(
         default="cosine",
         metadata={"help": "cosine, or wsd: constant until a cosine decay at the end", "choices": ("cosine", "wsd")},

@@ -68,6 +68,7 @@ def refuse_another_recipe(recipe: dict[str, Any], old: dict[str, Any] | None, ch
         )
     # A setting that one of them lacks came with a later version: its default is what the earlier one did.
     free = FREE | BATCH_SHAPE if recipe["softmax_ids"] is None else FREE
+    old.setdefault("matrix_learning_rate", None)
     shared = old.keys() & recipe.keys() - free - {"tokens"}
     changed = sorted(name for name in shared if old[name] != recipe[name])
     if changed:

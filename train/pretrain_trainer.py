@@ -30,6 +30,7 @@ from osprey.train.callbacks import StopAtNan
 from osprey.train.checkpoints import write_json
 from osprey.train.heap import keep_freed_memory
 from osprey.train.linear_loss import SampledVocabulary, use_linear_cross_entropy
+from osprey.train.muon import MuonAdamW
 from osprey.train.packing import PackedRows
 from osprey.train.precision import use_bf16
 from osprey.train.pretrain_resume import STATE_FILE
@@ -113,7 +114,24 @@ def make_trainer(
     counted = min(COUNTED_TOKENS, arguments.steps * arguments.step_tokens)
     sampled = sampled_vocabulary(rows, model.config.vocab_size, arguments.softmax_ids, counted)
     use_linear_cross_entropy(model, sampled, teacher, arguments.distill_share)
-    trainer = WholeCheckpoints(model, settings, train_dataset=rows, data_collator=default_data_collator)
+    optimizer = None
+    if arguments.matrix_learning_rate is not None:  # with DDP every process takes the same steps
+        optimizer = MuonAdamW(
+            model,
+            arguments.matrix_learning_rate,
+            arguments.learning_rate,
+            (settings.adam_beta1, settings.adam_beta2),
+            arguments.weight_decay,
+        )
+    trainer = WholeCheckpoints(
+        model,
+        settings,
+        train_dataset=rows,
+        data_collator=default_data_collator,
+        optimizers=(optimizer, None),
+    )
+    if optimizer is not None and trainer.is_fsdp_enabled:
+        raise ValueError("Muon needs whole matrices, and FSDP shares them out: leave --matrix_learning_rate out.")
     trainer.remove_callback(PrinterCallback)  # one line a log instead of its dictionaries
     trainer.add_callback(_StopAtNan)
     if settings.process_index == 0:

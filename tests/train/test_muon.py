@@ -34,3 +34,15 @@ def test_steps_are_as_large_as_adamws_would_be():
     """`match_rms_adamw`: the root mean square of a step is 0.2 times the rate (Liu et al. 2025, arXiv 2502.16982)."""
     change = stepped(matrix_lr=0.1, other_lr=0.0)["layers.0.mlp.gate_proj.weight"]
     assert 0.7 < change.square().mean().sqrt().item() / (0.2 * 0.1) < 1.2  # Newton-Schulz is approximate
+
+
+def test_a_causal_language_models_blocks_learn_at_the_matrix_rate():
+    model = tiny_target()
+    optimizer = MuonAdamW(model, 0.1, 0.0, (0.9, 0.95))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        is_matrix = ".layers." in name and parameter.ndim == 2
+        assert torch.equal(parameter, before[name]) != is_matrix, name

@@ -79,9 +79,9 @@ def watched(monkeypatch, stop=None):
     return losses
 
 
-@pytest.mark.parametrize("softmax_ids", [None, 100])
-def test_resumed_run_equals_an_uninterrupted_one(files, monkeypatch, softmax_ids):
-    settings = {"save_steps": 5, "softmax_ids": softmax_ids, "held_out": ["held_en.jsonl"], "eval_steps": 3}
+@pytest.mark.parametrize("own", [{}, {"softmax_ids": 100}, {"matrix_learning_rate": 0.02}])
+def test_resumed_run_equals_an_uninterrupted_one(files, monkeypatch, own):
+    settings = {"save_steps": 5, "held_out": ["held_en.jsonl"], "eval_steps": 3, **own}
     expected = watched(monkeypatch)
     whole = pretrain(arguments(files, out=str(files / "whole"), **settings))
     lost = watched(monkeypatch, stop=7)
@@ -148,6 +148,7 @@ def test_only_the_same_recipe_is_resumed_and_it_may_grow(files, monkeypatch, cap
     pretrain(arguments(files, save_steps=6))
     folder = str(files / "backbone.run" / "checkpoint-12")
     refused = {
+        ("matrix_learning_rate", 0.01): "(matrix_learning_rate was None, is 0.01)",
         ("learning_rate", 0.02): f"{folder} belongs to another recipe (learning_rate was 0.01, is 0.02)",
         ("data", ("en.jsonl=2",)): "(data was {'en.jsonl': 1.0}, is {'en.jsonl': 2.0})",
         ("data", ("fr.jsonl",)): "(data was {'en.jsonl': 1.0}, is {'fr.jsonl': 1.0})",
