@@ -1,4 +1,7 @@
-"""Prompt files: one JSON object a line with `id`, `domain`, `language` and `turns` (the user's turns, in order)."""
+"""Prompt files: one JSON object a line with `id`, `domain`, `language` and `turns` (the user's turns, in order).
+
+The files of `osprey respond`, rows with `id` and `prompt`, are read too: one turn, and `any` for what is not said.
+"""
 
 import json
 from collections import Counter
@@ -45,6 +48,8 @@ def parse_prompt(line: str, where: str) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno}).") from error
+    if isinstance(row, dict) and "turns" not in row and "prompt" in row:
+        row = {"domain": "any", "language": "any", "turns": [row["prompt"]], **row}
     if not isinstance(row, dict) or any(not isinstance(row.get(key), str) for key in ("id", "domain", "language")):
         raise ValueError(f"{where}: a prompt needs the texts 'id', 'domain' and 'language'.")
     turns = row.get("turns")

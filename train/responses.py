@@ -41,7 +41,9 @@ class RespondArguments:
     """Arguments of `respond`."""
 
     target: str = field(metadata={"help": "target model: folder or Hub id"})
-    prompts: list[str] = field(metadata={"help": ".jsonl or .jsonl.gz files with `id` and `prompt`"})
+    prompts: list[str] = field(
+        metadata={"help": ".jsonl or .jsonl.gz files with `id` and `prompt`, or one of `turns`"}
+    )
     out: str = field(metadata={"help": ".jsonl file to append the responses to"})
     max_new_tokens: int = field(default=224, metadata={"help": "longest response"})
     max_prompt_tokens: int = field(default=512, metadata={"help": "longer prompts (with chat template) are left out"})
@@ -63,7 +65,7 @@ def respond(arguments: RespondArguments) -> dict[str, Any]:
         raise ValueError("--batch, --max_new_tokens and --temperature must be more than zero.")
     out = Path(arguments.out)
     answered = answered_ids(out)
-    prompts = [row for path in arguments.prompts for row in read_rows(check_file(Path(path)), ("id", "prompt"))]
+    prompts = [row for path in arguments.prompts for row in read_prompts(check_file(Path(path)))]
     rows = [row for row in prompts if row["id"] not in answered]
     random.Random(arguments.seed).shuffle(rows)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,6 +96,19 @@ def respond(arguments: RespondArguments) -> dict[str, Any]:
                 break
     progress.close()
     return {**counts, "seconds": round(time.time() - start, 1)}
+
+
+def read_prompts(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows with `id` and `prompt`; a prompt of `osprey generate` and `osprey bench` is the only one of its `turns`.
+
+    Raises `ValueError` for several turns: the later ones follow answers that nobody has given yet.
+    """
+    for row in read_rows(path, ("id",)):
+        turns = row.pop("turns", None)
+        if "prompt" not in row and (not isinstance(turns, list) or len(turns) != 1):
+            what = "no `prompt`" if turns is None else "not one turn in `turns`: leave the later ones out"
+            raise ValueError(f"{path}: the row {row['id']!r} has {what}.")
+        yield row if "prompt" in row else {**row, "prompt": turns[0]}
 
 
 def answered_ids(out: Path) -> set[str]:

@@ -8,6 +8,7 @@ from bytes_tokenizer import VOCABULARY, bytes_tokenizer
 from tiny import tiny_target
 
 from osprey.cli.main import main
+from osprey.eval.prompts import Prompt, load_prompts
 from osprey.train import responses
 from osprey.train.responses import RespondArguments, loop_end, respond, sample, temperature_of
 
@@ -75,6 +76,17 @@ def read_bytes(content):
     return {row["id"]: row for row in map(json.loads, content.decode().splitlines())}
 
 
+def test_reads_the_prompts_of_generate_and_bench(files):
+    turns = [{"id": "a", "domain": "chat", "language": "en", "turns": ["question 1"]}]
+    (files / "turns.jsonl").write_text("".join(json.dumps(row) + "\n" for row in turns))
+    respond(arguments(files, prompts=[str(files / "turns.jsonl")]))
+    (files / "prompts.jsonl").write_text(json.dumps({"id": "a", "prompt": "question 1"}) + "\n")
+    respond(arguments(files, out=str(files / "same.jsonl")))
+    rows = read(files / "out.jsonl")
+    assert rows["a"]["response_ids"] == read(files / "same.jsonl")["a"]["response_ids"]
+    assert load_prompts(files / "prompts.jsonl") == [Prompt("a", "any", "any", ("question 1",))]
+
+
 def test_stops_at_the_asked_number_of_tokens(files):
     counts = respond(arguments(files, max_tokens=1))
     assert 1 <= counts["prompts"] <= 4
@@ -127,11 +139,13 @@ def test_a_loop_ends_the_answer(files, monkeypatch):
 
 def test_refusals(files, capsys):
     (files / "bad.jsonl").write_text('{"id": "a", "prompt": "b"}\n{"id": "c"}\n')
+    (files / "two.jsonl").write_text('{"id": "d", "turns": ["one", "two"]}\n')
     (files / "text.jsonl").write_text("no response\n")
     run = ["respond", "--target", str(files / "target"), "--out", str(files / "new.jsonl")]
     cases = {
         ("--prompts", str(files / "none.jsonl")): "there is no data file",
-        ("--prompts", str(files / "bad.jsonl")): "line 2: the row has no `prompt`",
+        ("--prompts", str(files / "bad.jsonl")): "the row 'c' has no `prompt`",
+        ("--prompts", str(files / "two.jsonl")): "the row 'd' has not one turn in `turns`: leave the later ones out",
         ("--prompts", str(files / "prompts.jsonl"), "--batch", "0"): "must be more than zero",
         ("--prompts", str(files / "prompts.jsonl"), "--out", str(files / "text.jsonl")): "is not a file of responses",
     }
