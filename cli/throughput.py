@@ -1,15 +1,25 @@
-"""``python -m osprey.cli.throughput MODEL --config RECIPE``: training speed against the machine's matrix products."""
+"""``python -m osprey.cli.throughput MODEL --config RECIPE``: training speed against the machine's matrix products.
+
+``python -m osprey.cli.throughput DRAFTER --features DIR…`` measures distillation instead of pretraining.
+"""
 
 import json
 import sys
 
 from osprey.cli.arguments import parse
 from osprey.cli.main import guarded
+from osprey.train.distill_throughput import DistillThroughputArguments, distillation_throughput
+from osprey.train.distillation_config import OspreyDistillationConfig
 from osprey.train.pretrain import PretrainArguments
 from osprey.train.throughput import ThroughputArguments, training_throughput
 
 
 def main(argv: list[str]) -> int:
+    if "--features" in argv:
+        kinds = [DistillThroughputArguments, OspreyDistillationConfig]
+        measured, config, _ = parse(kinds, argv, "throughput", __doc__, positional="drafter")
+        print(json.dumps(distillation_throughput(measured, config), indent=2))
+        return 0
     kinds = [ThroughputArguments, PretrainArguments]
     measured, recipe, _ = parse(kinds, [*argv, "--out", "unused"], "throughput", __doc__, positional="model")
     print(json.dumps(training_throughput(measured, recipe), indent=2))

@@ -48,15 +48,12 @@ def training_throughput(measured: ThroughputArguments, recipe: PretrainArguments
         tokenizer = AutoTokenizer.from_pretrained(recipe.model)
         rows = PackedRows(parse_sources(recipe.data, recipe.data_root), tokenizer, recipe.length)
         trainer = make_trainer(recipe, settings, model, None, rows, dict, None)
-        times = _StepTimes()
-        trainer.add_callback(times)
         device_type = model.device.type
-        clocks = {"wall": time.perf_counter}
-        if device_type == "cpu" and torch.get_num_threads() == 1:  # several would not all be busy all the time
-            clocks["cpu"] = time.process_time
+        clocks = clocks_for(device_type)
+        times = StepTimes(clocks)
+        trainer.add_callback(times)
         dtype = torch.bfloat16 if use_bf16(recipe.precision, device_type) else torch.float32
         before = {name: matmul_flops(device_type, dtype, clock=clock) for name, clock in clocks.items()}
-        times.clocks = clocks
         trainer.train()
         after = {name: matmul_flops(device_type, dtype, clock=clock) for name, clock in clocks.items()}
         start = time.process_time()
@@ -67,7 +64,7 @@ def training_throughput(measured: ThroughputArguments, recipe: PretrainArguments
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "step_tokens": recipe.step_tokens,
-        "step_gflops": round(flops / 1e9, 2),
+        "step_gflops": round(flops / 1e9, 6),
         "reading_tokens_per_cpu_second": round(reading),
     }
     for name in clocks:
@@ -84,12 +81,19 @@ def training_throughput(measured: ThroughputArguments, recipe: PretrainArguments
     return result
 
 
-class _StepTimes(TrainerCallback):
+def clocks_for(device_type: str) -> dict[str, Callable[[], float]]:
+    """Wall time, and where one thread computes also the time that it was given."""
+    clocks = {"wall": time.perf_counter}
+    if device_type == "cpu" and torch.get_num_threads() == 1:  # several would not all be busy all the time
+        clocks["cpu"] = time.process_time
+    return clocks
+
+
+class StepTimes(TrainerCallback):
     """When each optimizer step ended, by each clock."""
 
-    clocks: dict[str, Callable[[], float]]
-
-    def __init__(self) -> None:
+    def __init__(self, clocks: dict[str, Callable[[], float]]) -> None:
+        self.clocks = clocks
         self.ends: dict[str, list[float]] = defaultdict(list)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -7,12 +7,15 @@ import sys
 import pytest
 import torch
 from bytes_tokenizer import VOCABULARY, bytes_tokenizer
+from distill_line import make_line, prepare
 from tiny import tiny_target
 
 from osprey.cli import compare_pruning as command
 from osprey.cli import throughput
 from osprey.train import compare_pruning as stage
 from osprey.train.cost import flops_per_token
+from osprey.train.distill import load_drafter
+from osprey.train.feature_data import FeatureDataset
 
 
 @pytest.fixture
@@ -92,7 +95,7 @@ def test_throughput(flags, capsys, threads):
     assert throughput.main([*flags, "--measured_steps", "3"]) == 0
     result = json.loads(capsys.readouterr().out)
     config = tiny_target(vocab_size=VOCABULARY).config
-    assert result["step_gflops"] == round(3 * 64 * flops_per_token(config, 64) / 1e9, 2)
+    assert result["step_gflops"] == round(3 * 64 * flops_per_token(config, 64) / 1e9, 6) > 0
     for name in ("wall", "cpu"):
         found = result[name]
         assert found["tokens_per_second"] == pytest.approx(64 / found["seconds_per_step"], rel=0.05)
@@ -105,6 +108,38 @@ def test_throughput(flags, capsys, threads):
     assert "cpu" not in result
     with pytest.raises(ValueError, match="--batch_rows 0 must be at least 1"):
         throughput.main([*flags, "--batch_rows", "0"])
+
+
+def test_distillation_throughput_counts_the_matrix_products(tmp_path, capsys, threads):
+    threads(1)
+    line = make_line(tmp_path)
+    same = {"prompt": "say it", "response": "well, it!", "temperature": 0.0, "finish": "stop", "language": "en"}
+    (line / "same.jsonl").write_text("".join(json.dumps({"id": f"p-{n}", **same}) + "\n" for n in range(30)))
+    prepare(line, "same.jsonl", "same")
+    command = [str(line / "drafter"), "--features", str(line / "same"), "--measured_steps", "4", "--precision", "fp32"]
+    command += [
+        "--per_device_train_batch_size",
+        "2",
+        "--unroll_steps",
+        "1",
+        "--muon",
+        "false",
+        "--disable_tqdm",
+        "true",
+    ]
+    assert throughput.main([*command, "--output_dir", str(line / "run")]) == 0
+    result = json.loads(capsys.readouterr().out)
+    row = FeatureDataset([line / "same"])[0]
+    positions, answer = 2 * (len(row["input_ids"]) - 1), 2 * int(row["response_mask"].sum())
+    drafter = load_drafter(str(line / "drafter"))
+    blocks = sum(weight.numel() for weight in drafter.layers.parameters() if weight.ndim == 2)
+    config = drafter.config
+    # Forward, and backward to weights and inputs; `fc` reads what needs no gradient, and so does the frozen head.
+    products = positions * (3 * blocks + 2 * drafter.fc.weight.numel())
+    products += answer * config.draft_vocab_size * (2 * config.hidden_size + config.target_hidden_size + 2)
+    assert result["step_gflops"] == round(2 * products / 1e9, 6) > 0
+    for name in ("wall", "cpu"):
+        assert 0 < result[name]["share_of_bound"] < 1
 
 
 @pytest.mark.parametrize("module", ["compare_pruning", "throughput"])
