@@ -1,7 +1,7 @@
 """``osprey card DRAFTER --results RESULT.json``: puts a benchmark's figures into a drafter's model card.
 
 The tables go between two markers of its README.md (behind its text the first time), mean acceptance lengths into the
-`model-index` of its metadata. Everything else in the card stays as it was written.
+`model-index` of its metadata and into `.eval_results/`. Everything else in the card stays as it was written.
 """
 
 import json

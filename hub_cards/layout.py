@@ -13,12 +13,13 @@ from huggingface_hub import ModelCard, ModelCardData
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 FILES = (
     *("README.md", "LICENSE", "LICENSE.*", "NOTICE", "NOTICE.*", "config.json", "generation_config.json"),
-    *("training.json", "results.json", "figures/*.png", "figures/*.svg", *WEIGHTS),
+    *("training.json", "results.json", "figures/*.png", "figures/*.svg", ".eval_results/*.yaml", *WEIGHTS),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja"),
 )
 CODE = ("*_osprey.py", "custom_generate/generate.py", "custom_generate/requirements.txt")
 METRIC = "mean_acceptance_length"  # the type of the metric in a card's `model-index` that drafters are compared by
+EVAL_RESULTS = f".eval_results/{METRIC}.yaml"  # the same figures in the Hub's newer format
 PULL_RECORD = "pulled.json"  # what `osprey pull --out` notes beside the files; it stays on the machine
 
 

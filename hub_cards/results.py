@@ -1,7 +1,8 @@
-"""The measured part of a card: tables between two markers, and the Hub's own `model-index` in the metadata.
+"""The measured part of a card: tables between two markers, and the figures in both of the Hub's own formats.
 
 A card (README.md of a drafter's folder) is written by a person; only what stands between the markers, and the results
-of our metric in its metadata, are replaced. The source is a result file of `osprey bench`.
+of our metric in its metadata (`model-index`), are replaced. The same results are a file under `.eval_results/`. The
+source is a result file of `osprey bench`.
 """
 
 import os
@@ -9,9 +10,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard
+import yaml
+from huggingface_hub import (
+    EvalResult,
+    EvalResultEntry,
+    ModelCard,
+    eval_result_entries_to_yaml,
+    parse_eval_result_entries,
+)
 
-from osprey.hub_cards.layout import METRIC, card_sentences
+from osprey.hub_cards.layout import EVAL_RESULTS, METRIC, card_sentences
 
 BEGIN, END = "<!-- osprey card: results -->", "<!-- osprey card: end of results -->"
 
@@ -54,8 +62,27 @@ def eval_results(result: dict[str, Any]) -> list[EvalResult]:
     ]
 
 
+def eval_entries(results: list[EvalResult]) -> list[EvalResultEntry]:
+    """The results as entries of `.eval_results/*.yaml` (https://huggingface.co/docs/hub/eval-results).
+
+    That format names no metric, so the task is the metric, with the domain behind it. The data set is never that of a
+    public benchmark, on whose leaderboard an acceptance length would be read as a score.
+    """
+    return [
+        EvalResultEntry(
+            dataset_id=result.dataset_type,
+            task_id=METRIC if result.dataset_config == "all" else f"{METRIC}_{result.dataset_config}",
+            value=result.metric_value,
+            notes=result.metric_name,
+        )
+        for result in results
+    ]
+
+
 def refresh_results(card_path: Path, section: str, results: list[EvalResult], model_name: str) -> None:
-    """Replaces the section and our metric's results in a card, in one rename; the first time appends the section.
+    """Replaces the section and our metric's results in a card, and their file under `.eval_results/` beside it.
+
+    Each in one rename; the first time the section is appended.
 
     Raises:
         OSError: there is no card, or it cannot be written.
@@ -74,7 +101,16 @@ def refresh_results(card_path: Path, section: str, results: list[EvalResult], mo
     lost = [found for found in card.data.eval_results if found not in written]
     if lost:
         raise ValueError(f"{card_path}: the result {lost[0]} does not survive being written as model-index.")
+    entries = eval_entries(results)
+    entries_text = yaml.safe_dump(
+        eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True, width=1000
+    )
+    if parse_eval_result_entries(yaml.safe_load(entries_text)) != entries:
+        raise ValueError(f"{card_path}: the results do not survive being written as {EVAL_RESULTS}.")
     write_text(card_path, content)
+    entries_path = card_path.parent / EVAL_RESULTS
+    entries_path.parent.mkdir(exist_ok=True)
+    write_text(entries_path, entries_text)
 
 
 def read_card(content: str, path: Path) -> ModelCard:
@@ -108,7 +144,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(name, path.stat().st_mode & 0o777)
+        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import EvalResult, ModelCard
+import yaml
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, parse_eval_result_entries
 
 from osprey.cli.main import main
 from osprey.eval.report import make_result
+from osprey.hub_cards.layout import belongs
 from osprey.hub_cards.results import BEGIN, END
 from osprey.train.checkpoints import weights_sha256
 
@@ -101,6 +103,22 @@ def test_figures_stand_in_metadata_and_text(folder, card):
     assert [line for line in section.splitlines() if line.startswith("# ")] == []  # the card has one title
 
 
+def test_figures_stand_in_the_hubs_newer_format(folder, card):
+    assert card() == (0, "")
+    name = ".eval_results/mean_acceptance_length.yaml"
+    assert belongs(name)  # or it would neither be pushed nor pulled
+    read = parse_eval_result_entries(yaml.safe_load((folder / name).read_text()))
+    settings = "Mean acceptance length (greedy, draft length default, {} requests)"
+    assert read == [
+        EvalResultEntry("osprey/builtin", "mean_acceptance_length", 2.833, notes=settings.format(3)),
+        EvalResultEntry("osprey/builtin", "mean_acceptance_length_chat", 2.0, notes=settings.format(2)),
+        EvalResultEntry("osprey/builtin", "mean_acceptance_length_code", 4.5, notes=settings.format(1)),
+    ]
+    card()
+    assert parse_eval_result_entries(yaml.safe_load((folder / name).read_text())) == read
+    assert [path.name for path in (folder / ".eval_results").iterdir()] == ["mean_acceptance_length.yaml"]
+
+
 def test_a_second_time_replaces(folder, card):
     card()
     once = (folder / "README.md").read_text()
@@ -165,6 +183,7 @@ def test_refusals_leave_the_card(folder, card, damage, sentence):
     before = path.read_bytes() if path.exists() else None
     status, error = card()
     assert status == 1 and sentence in error and error.count("\n") == 1
+    assert not (path.parent / ".eval_results").exists()
     assert (path.read_bytes() if path.exists() else None) == before
 
 
