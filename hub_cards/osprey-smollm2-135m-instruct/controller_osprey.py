@@ -27,6 +27,7 @@ PROBE_EVERY = 16  # rounds after which what does not pay is tried again; sooner 
 MEMORY = 32  # drafted rounds over which a call's rate is averaged, and
 START_WEIGHT = 8  # how many of them the average of earlier calls counts for
 FORGET = 400  # tokens of a kind, and rounds of a pair, after which older ones count less
+LONGEST_UNMEASURED_COPY = 10  # tokens, where nothing says what a row of a verification costs
 PRIOR_WEIGHT = 4  # tokens that the guess before any measurement counts for
 COPY_PRIOR = 0.7  # that guess for a copied token, a hopeful one: what is not tried stays unknown
 EXPLORE_SHARE = 0.01  # of all time that trials may lose, beside
@@ -123,7 +124,10 @@ def statistics_of(target: PreTrainedModel, drafter: PreTrainedModel) -> PairStat
 
 
 class FixedDraftLength:
-    """Drafts up to `longest` tokens, fewer where the drafter's probability of all of them falls below `threshold`."""
+    """Drafts up to `longest` tokens, fewer where the drafter's probability of all of them falls below `threshold`.
+
+    Copies are at most `LONGEST_UNMEASURED_COPY` tokens.
+    """
 
     def __init__(self, longest: int, threshold: float):
         self.longest, self.threshold = longest, threshold
@@ -133,7 +137,7 @@ class FixedDraftLength:
         pass
 
     def plan(self, match_size: int, copied: int) -> tuple[int, int]:
-        return copied, self.longest
+        return min(copied, LONGEST_UNMEASURED_COPY), self.longest
 
     def start_draft(self, positions: int) -> None:
         self.confidence = 1.0

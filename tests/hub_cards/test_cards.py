@@ -23,7 +23,7 @@ class NoOsprey:
 
 sys.meta_path.insert(0, NoOsprey())
 """
-# Behind the blocks, in the names that they leave: the drafter drafts, some of it is accepted, and the text is the same.
+# Behind the blocks, in the names that they leave: some of what is drafted is accepted, and the text is the same.
 CHECK = """
 import sys
 
@@ -36,7 +36,7 @@ assert assisted.tolist() == target.generate(**inputs, max_new_tokens=16).tolist(
 
 
 def blocks(card: Path, target: str) -> list[str]:
-    """The card's Python blocks, its base model's name replaced by `target`, every other model's by the card's folder."""
+    """The card's Python blocks, the base model's name replaced by `target`, any other model's by the card's folder."""
     base = ModelCard.load(card).data.base_model
 
     def folder(match: re.Match) -> str:

@@ -12,7 +12,7 @@ from distributions import SIGNIFICANCE, chain_target, draw_transitions, small_dr
 from tiny import assert_same_text, oracle, tiny_drafter, tiny_prompt, tiny_target
 
 from osprey.modeling import controller_osprey, record_acceptance
-from osprey.modeling.controller_osprey import AdaptiveDraftLength, PairStatistics, statistics_of
+from osprey.modeling.controller_osprey import AdaptiveDraftLength, FixedDraftLength, PairStatistics, statistics_of
 
 
 class World:
@@ -264,3 +264,9 @@ def test_threads_share_a_pair(monkeypatch):
         assert_same_text(target, plain, text)
     samples = statistics_of(target, drafter).samples.values()
     assert samples and all(math.isfinite(seconds) and seconds > 0 for recent in samples for seconds in recent)
+
+
+def test_without_measurements_copies_stay_short():
+    policy = FixedDraftLength(longest=3, threshold=0.0)
+    assert policy.plan(match_size=5, copied=32) == (10, 3)
+    assert policy.plan(match_size=5, copied=4) == (4, 3)
