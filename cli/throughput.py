@@ -16,9 +16,9 @@ from osprey.train.throughput import ThroughputArguments, training_throughput
 
 def main(argv: list[str]) -> int:
     if "--features" in argv:
-        kinds = [DistillThroughputArguments, OspreyDistillationConfig]
-        measured, config, _ = parse(kinds, argv, "throughput", __doc__, positional="drafter")
-        print(json.dumps(distillation_throughput(measured, config), indent=2))
+        kinds = [ThroughputArguments, DistillThroughputArguments, OspreyDistillationConfig]
+        measured, arguments, config, _ = parse(kinds, argv, "throughput", __doc__, positional="drafter")
+        print(json.dumps(distillation_throughput(measured, arguments, config), indent=2))
         return 0
     kinds = [ThroughputArguments, PretrainArguments]
     measured, recipe, _ = parse(kinds, [*argv, "--out", "unused"], "throughput", __doc__, positional="model")

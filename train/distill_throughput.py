@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,12 +11,16 @@ from transformers import TrainerCallback
 from osprey.train.distill import load_drafter
 from osprey.train.distillation_config import OspreyDistillationConfig
 from osprey.train.distillation_trainer import OspreyDistillationTrainer
-from osprey.train.dry_run import matmul_flops
 from osprey.train.feature_data import FeatureDataset, split_rows
 from osprey.train.precision import use_bf16
-from osprey.train.throughput import StepTimes, clocks_for
-
-FIRST_STEPS = 5  # which are not timed
+from osprey.train.throughput import (
+    FIRST_STEPS,
+    StepTimes,
+    ThroughputArguments,
+    against_bound,
+    clocks_for,
+    matmul_speeds,
+)
 
 
 @dataclass
@@ -26,12 +29,11 @@ class DistillThroughputArguments:
 
     drafter: str = field(metadata={"help": "drafter folder"})
     features: list[str] = field(metadata={"help": "feature folders of its target (`osprey distill --prepare`)"})
-    measured_steps: int = field(
-        default=20, metadata={"help": "optimizer steps that are timed, after five that are not"}
-    )
 
 
-def distillation_throughput(measured: DistillThroughputArguments, config: OspreyDistillationConfig) -> dict[str, Any]:
+def distillation_throughput(
+    measured: ThroughputArguments, arguments: DistillThroughputArguments, config: OspreyDistillationConfig
+) -> dict[str, Any]:
     """Takes the same steps twice: once counting the arithmetic of their matrix products, once by the clock.
 
     `share_of_bound` is that arithmetic, forward, backward and the optimizer's, in the time it took, over the speed of
@@ -39,10 +41,11 @@ def distillation_throughput(measured: DistillThroughputArguments, config: Osprey
     does not know: the true share is a little higher.
     """
     config.max_steps, config.save_strategy, config.eval_strategy = measured.measured_steps + FIRST_STEPS, "no", "no"
-    train, _ = split_rows(FeatureDataset(measured.features), held_out_percent=0)
+    train, _ = split_rows(FeatureDataset(arguments.features), held_out_percent=0)
 
     def run(callback: TrainerCallback) -> OspreyDistillationTrainer:
-        trainer = OspreyDistillationTrainer(load_drafter(measured.drafter), copy.copy(config), train)  # seeds itself
+        drafter = load_drafter(arguments.drafter)
+        trainer = OspreyDistillationTrainer(drafter, copy.copy(config), train)  # seeds itself: the same steps
         trainer.add_callback(callback)
         trainer.train()
         return trainer
@@ -50,30 +53,24 @@ def distillation_throughput(measured: DistillThroughputArguments, config: Osprey
     with FlopCounterMode(display=False) as counter:
         counts = _StepCounts(counter)
         run(counts)
-    flops = counts.totals[-1] - counts.totals[FIRST_STEPS - 1]
+    flops = (counts.totals[-1] - counts.totals[FIRST_STEPS - 1]) / measured.measured_steps
 
     device_type = config.device.type
     dtype = torch.bfloat16 if use_bf16(config.precision, device_type) else torch.float32
     clocks = clocks_for(device_type)
-    before = {name: matmul_flops(device_type, dtype, clock=clock) for name, clock in clocks.items()}
+    before = matmul_speeds(device_type, dtype, clocks)
     times = StepTimes(clocks)
     trainer = run(times)
-    after = {name: matmul_flops(device_type, dtype, clock=clock) for name, clock in clocks.items()}
+    after = matmul_speeds(device_type, dtype, clocks)
     result = {
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "step_rows": trainer.args.train_batch_size,
-        "step_gflops": round(flops / measured.measured_steps / 1e9, 6),
+        "step_gflops": round(flops / 1e9, 6),
     }
-    for name in clocks:
-        seconds = sum(end - begin for begin, end in pairwise(times.ends[name][FIRST_STEPS - 1 :]))
-        bound = (before[name] + after[name]) / 2
-        result[name] = {
-            "seconds_per_step": round(seconds / measured.measured_steps, 4),
-            "gflops": round(flops / seconds / 1e9, 1),
-            "matmul_gflops": [round(before[name] / 1e9, 1), round(after[name] / 1e9, 1)],
-            "share_of_bound": round(flops / seconds / bound, 3),
-        }
+    for name, ends in times.ends.items():
+        seconds = (ends[-1] - ends[FIRST_STEPS - 1]) / measured.measured_steps
+        result[name] = against_bound(flops, seconds, before[name], after[name])
     return result
 
 

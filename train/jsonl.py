@@ -3,19 +3,24 @@
 import gzip
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
-def read_rows(path: str | os.PathLike[str], needed: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+def read_rows(
+    path: str | os.PathLike[str],
+    needed: tuple[str, ...] = (),
+    convert: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Iterator[dict[str, Any]]:
     """Yields the objects of a JSON-lines file; empty lines count for nothing.
 
     Args:
         path: the file; read as gzip if its name ends in `.gz`.
         needed: keys that every row must have.
+        convert: what is made of a row before they are looked for; may raise `ValueError`.
 
     Raises:
-        ValueError: a line is no JSON object, or lacks a key; names the file and the line.
+        ValueError: a line is no JSON object, lacks a key or is not converted; names the file and the line.
     """
     opener = gzip.open if str(path).endswith(".gz") else open
     with opener(path, "rt", encoding="utf-8") as lines:
@@ -28,6 +33,11 @@ def read_rows(path: str | os.PathLike[str], needed: tuple[str, ...] = ()) -> Ite
                 raise ValueError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}).") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: a JSON object is due.")
+            if convert is not None:
+                try:
+                    row = convert(row)
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {number}: {error}") from error
             if missing := [key for key in needed if key not in row]:
                 raise ValueError(f"{path}, line {number}: the row has no `{missing[0]}`.")
             yield row

@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,8 @@ def pretrain(arguments: PretrainArguments) -> dict[str, Any]:
     state = read_checkpoint(checkpoint) if checkpoint is not None else {}
     recipe = recipe_settings(arguments, sources)
     if checkpoint is not None:
-        refuse_another_recipe(recipe, state.get("recipe"), checkpoint)
+        defaults = {option.name: option.default for option in fields(arguments) if option.default is not MISSING}
+        refuse_another_recipe(recipe, state.get("recipe"), checkpoint, defaults)
     elif not arguments.overwrite:
         refuse_checkpoints(run)
     if Path(arguments.out).exists() and not arguments.overwrite:  # in every process, not in the writing one alone

@@ -53,14 +53,16 @@ def read_checkpoint(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def refuse_another_recipe(recipe: dict[str, Any], old: dict[str, Any] | None, checkpoint: Path) -> None:
+def refuse_another_recipe(
+    recipe: dict[str, Any], old: dict[str, Any] | None, checkpoint: Path, defaults: dict[str, Any]
+) -> None:
     """Raises `ValueError` unless `recipe` continues the run whose recipe was `old` (None: version 0.1.0 kept none).
 
     `tokens` may grow, which makes a run longer; its schedule is then that of the longer run from here on.
     """
     if old is None:
         return
-    old = json.loads(json.dumps(old))
+    old = defaults | json.loads(json.dumps(old))
     recipe = json.loads(json.dumps(recipe))
     if recipe["tokens"] < old["tokens"]:
         raise ValueError(
@@ -68,7 +70,6 @@ def refuse_another_recipe(recipe: dict[str, Any], old: dict[str, Any] | None, ch
         )
     # A setting that one of them lacks came with a later version: its default is what the earlier one did.
     free = FREE | BATCH_SHAPE if recipe["softmax_ids"] is None else FREE
-    old.setdefault("matrix_learning_rate", None)
     shared = old.keys() & recipe.keys() - free - {"tokens"}
     changed = sorted(name for name in shared if old[name] != recipe[name])
     if changed:

@@ -114,24 +114,14 @@ def make_trainer(
     counted = min(COUNTED_TOKENS, arguments.steps * arguments.step_tokens)
     sampled = sampled_vocabulary(rows, model.config.vocab_size, arguments.softmax_ids, counted)
     use_linear_cross_entropy(model, sampled, teacher, arguments.distill_share)
-    optimizer = None
+    trainer = WholeCheckpoints(model, settings, train_dataset=rows, data_collator=default_data_collator)
     if arguments.matrix_learning_rate is not None:  # with DDP every process takes the same steps
-        optimizer = MuonAdamW(
-            model,
-            arguments.matrix_learning_rate,
-            arguments.learning_rate,
-            (settings.adam_beta1, settings.adam_beta2),
-            arguments.weight_decay,
+        if trainer.is_fsdp_enabled:
+            raise ValueError("Muon needs whole matrices, and FSDP shares them out: leave --matrix_learning_rate out.")
+        betas = (settings.adam_beta1, settings.adam_beta2)
+        trainer.optimizer = MuonAdamW(
+            model, arguments.matrix_learning_rate, arguments.learning_rate, betas, arguments.weight_decay
         )
-    trainer = WholeCheckpoints(
-        model,
-        settings,
-        train_dataset=rows,
-        data_collator=default_data_collator,
-        optimizers=(optimizer, None),
-    )
-    if optimizer is not None and trainer.is_fsdp_enabled:
-        raise ValueError("Muon needs whole matrices, and FSDP shares them out: leave --matrix_learning_rate out.")
     trainer.remove_callback(PrinterCallback)  # one line a log instead of its dictionaries
     trainer.add_callback(_StopAtNan)
     if settings.process_index == 0:

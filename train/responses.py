@@ -65,7 +65,7 @@ def respond(arguments: RespondArguments) -> dict[str, Any]:
         raise ValueError("--batch, --max_new_tokens and --temperature must be more than zero.")
     out = Path(arguments.out)
     answered = answered_ids(out)
-    prompts = [row for path in arguments.prompts for row in read_prompts(check_file(Path(path)))]
+    prompts = [row for path in arguments.prompts for row in prompt_rows(Path(path))]
     rows = [row for row in prompts if row["id"] not in answered]
     random.Random(arguments.seed).shuffle(rows)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,17 +98,19 @@ def respond(arguments: RespondArguments) -> dict[str, Any]:
     return {**counts, "seconds": round(time.time() - start, 1)}
 
 
-def read_prompts(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows with `id` and `prompt`; a prompt of `osprey generate` and `osprey bench` is the only one of its `turns`.
+def prompt_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows with `id` and `prompt`; a prompt of `osprey generate` and `osprey bench` is the only one of its `turns`."""
+    return read_rows(check_file(path), ("id", "prompt"), convert=with_prompt)
 
-    Raises `ValueError` for several turns: the later ones follow answers that nobody has given yet.
-    """
-    for row in read_rows(path, ("id",)):
-        turns = row.pop("turns", None)
-        if "prompt" not in row and (not isinstance(turns, list) or len(turns) != 1):
-            what = "no `prompt`" if turns is None else "not one turn in `turns`: leave the later ones out"
-            raise ValueError(f"{path}: the row {row['id']!r} has {what}.")
-        yield row if "prompt" in row else {**row, "prompt": turns[0]}
+
+def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """Raises `ValueError` for several turns: the later ones follow answers that nobody has given yet."""
+    turns = row.get("turns")
+    if "prompt" in row or turns is None:
+        return row
+    if not isinstance(turns, list) or len(turns) != 1:
+        raise ValueError(f"the row {row.get('id')!r} has not one turn in `turns`: leave the later ones out.")
+    return {**row, "prompt": turns[0]}
 
 
 def answered_ids(out: Path) -> set[str]:

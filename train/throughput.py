@@ -22,10 +22,12 @@ from osprey.train.pretrain import PretrainArguments
 from osprey.train.pretrain_checks import refuse_settings
 from osprey.train.pretrain_trainer import make_settings, make_trainer
 
+FIRST_STEPS = 5  # which are not timed
+
 
 @dataclass
 class ThroughputArguments:
-    """How long is measured; everything else is a recipe of `pretrain`."""
+    """How long is measured."""
 
     measured_steps: int = field(
         default=20, metadata={"help": "optimizer steps that are timed, after five that are not"}
@@ -40,7 +42,7 @@ def training_throughput(measured: ThroughputArguments, recipe: PretrainArguments
     CPU both are also measured in the time that it was given (`cpu`), which other processes do not change much.
     """
     refuse_settings(recipe)
-    recipe = replace(recipe, tokens=(measured.measured_steps + 5) * recipe.step_tokens)
+    recipe = replace(recipe, tokens=(measured.measured_steps + FIRST_STEPS) * recipe.step_tokens)
     with tempfile.TemporaryDirectory() as run:
         settings = make_settings(recipe, Path(run))
         settings.save_strategy = "no"
@@ -53,9 +55,9 @@ def training_throughput(measured: ThroughputArguments, recipe: PretrainArguments
         times = StepTimes(clocks)
         trainer.add_callback(times)
         dtype = torch.bfloat16 if use_bf16(recipe.precision, device_type) else torch.float32
-        before = {name: matmul_flops(device_type, dtype, clock=clock) for name, clock in clocks.items()}
+        before = matmul_speeds(device_type, dtype, clocks)
         trainer.train()
-        after = {name: matmul_flops(device_type, dtype, clock=clock) for name, clock in clocks.items()}
+        after = matmul_speeds(device_type, dtype, clocks)
         start = time.process_time()
         reading = sum(len(row["input_ids"]) for row in islice(rows.fresh(), 64)) / (time.process_time() - start)
     head_rows = min(recipe.softmax_ids or model.config.vocab_size, model.config.vocab_size)
@@ -70,14 +72,8 @@ def training_throughput(measured: ThroughputArguments, recipe: PretrainArguments
     for name in clocks:
         ends = times.ends[name][-measured.measured_steps - 1 :]
         step = median(end - begin for begin, end in pairwise(ends))
-        bound = (before[name] + after[name]) / 2
-        result[name] = {
-            "tokens_per_second": round(recipe.step_tokens / step, 1),
-            "seconds_per_step": round(step, 4),
-            "gflops": round(flops / step / 1e9, 1),
-            "matmul_gflops": [round(before[name] / 1e9, 1), round(after[name] / 1e9, 1)],
-            "share_of_bound": round(flops / step / bound, 3),
-        }
+        result[name] = {"tokens_per_second": round(recipe.step_tokens / step, 1)}
+        result[name] |= against_bound(flops, step, before[name], after[name])
     return result
 
 
@@ -87,6 +83,21 @@ def clocks_for(device_type: str) -> dict[str, Callable[[], float]]:
     if device_type == "cpu" and torch.get_num_threads() == 1:  # several would not all be busy all the time
         clocks["cpu"] = time.process_time
     return clocks
+
+
+def matmul_speeds(device_type: str, dtype: torch.dtype, clocks: dict[str, Callable[[], float]]) -> dict[str, float]:
+    """Operations a second of square matrix products now, by each clock."""
+    return {name: matmul_flops(device_type, dtype, clock=clock) for name, clock in clocks.items()}
+
+
+def against_bound(flops: float, seconds: float, before: float, after: float) -> dict[str, Any]:
+    """A step of `flops` operations that took `seconds`, beside the speed of square products before and after it."""
+    return {
+        "seconds_per_step": round(seconds, 4),
+        "gflops": round(flops / seconds / 1e9, 1),
+        "matmul_gflops": [round(before / 1e9, 1), round(after / 1e9, 1)],
+        "share_of_bound": round(2 * flops / seconds / (before + after), 3),
+    }
 
 
 class StepTimes(TrainerCallback):

@@ -8,21 +8,12 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
+from no_package import NO_OSPREY
 
 CARDS = sorted((Path(__file__).resolve().parents[2] / "hub_cards").glob("*/README.md"))
 FENCED = re.compile(r"^ *```(?:python|py)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 MODEL = re.compile(r'(?<=from_pretrained\(")[^"]+(?=")')
 
-NO_OSPREY = """
-import sys
-
-class NoOsprey:
-    def find_spec(self, name, path=None, target=None):
-        if name == "osprey" or name.startswith("osprey."):
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, NoOsprey())
-"""
 # Behind the blocks, in the names that they leave: some of what is drafted is accepted, and the text is the same.
 CHECK = """
 import sys

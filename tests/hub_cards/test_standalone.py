@@ -10,6 +10,7 @@ import pytest
 import torch
 from bytes_tokenizer import VOCABULARY, bytes_tokenizer
 from hub_cache import cache_repo
+from no_package import NO_OSPREY
 from tiny import assert_same_text, tiny_drafter, tiny_prompt, tiny_target
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.streamers import BaseStreamer
@@ -40,14 +41,7 @@ def test_custom_generate_is_the_package_s(folder):
 
 
 STRANGER = """
-import json, sys
-
-class NoOsprey:
-    def find_spec(self, name, path=None, target=None):
-        if name == "osprey" or name.startswith("osprey."):
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, NoOsprey())
+import json
 import torch
 from transformers import AutoModelForCausalLM, GenerationMixin
 
@@ -109,7 +103,7 @@ def test_a_stranger_uses_a_repository(tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     for name in ("HF_MODULES_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         environment.pop(name, None)
-    command = [sys.executable, "-I", "-c", STRANGER, REPO, commits["old"], commits["main"]]
+    command = [sys.executable, "-I", "-c", NO_OSPREY + STRANGER, REPO, commits["old"], commits["main"]]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 

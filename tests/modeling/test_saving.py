@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from no_package import NO_OSPREY
 from safetensors import safe_open
 from tiny import assert_same_text, tiny_drafter, tiny_prompt, tiny_target
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -111,14 +112,6 @@ def test_shards(tmp_path):
 
 
 STRANGER = """
-import sys
-
-class NoOsprey:
-    def find_spec(self, name, path=None, target=None):
-        if name == "osprey" or name.startswith("osprey."):
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, NoOsprey())
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -154,7 +147,11 @@ def test_a_stranger_uses_a_drafter_folder(tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     environment.pop("HF_MODULES_CACHE", None)
     done = subprocess.run(
-        [sys.executable, "-I", "-c", STRANGER], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, "-I", "-c", NO_OSPREY + STRANGER],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     text, logits = torch.load(tmp_path / "result.pt")

@@ -160,6 +160,15 @@ def test_only_the_same_recipe_is_resumed_and_it_may_grow(files, monkeypatch, cap
         with pytest.raises(ValueError) as refusal:
             pretrain(arguments(files, resume=True, overwrite=True, **{name: value}))
         assert message in str(refusal.value)
+    # A checkpoint from before there were such settings: their defaults are what it did.
+    state_file = files / "backbone.run" / "checkpoint-12" / "data_state.json"
+    state = state_file.read_text()
+    older = json.loads(state)
+    del older["recipe"]["matrix_learning_rate"], older["recipe"]["schedule"]
+    state_file.write_text(json.dumps(older))
+    with pytest.raises(ValueError, match=r"\(matrix_learning_rate was None, is 0.01; schedule was cosine, is wsd\)"):
+        pretrain(arguments(files, resume=True, overwrite=True, matrix_learning_rate=0.01, schedule="wsd"))
+    state_file.write_text(state)
     (files / "en.jsonl").write_text((files / "en.jsonl").read_text() + '{"text": "more"}\n')
     with pytest.raises(ValueError, match="was trained on other data"):
         pretrain(arguments(files, resume=True, overwrite=True))

@@ -11,7 +11,7 @@ from osprey.cli.main import main
 from osprey.train import pretrain as stage
 from osprey.train.data import parse_sources
 from osprey.train.pretrain import pretrain
-from osprey.train.pretrain_trainer import make_trainer
+from osprey.train.pretrain_trainer import WholeCheckpoints, make_trainer
 
 
 @pytest.fixture
@@ -120,3 +120,15 @@ def test_gradients_that_are_not_finite_stop_the_run(files, monkeypatch):
     with pytest.raises(ValueError, match="gradients of step 4 are not finite: start again with --overwrite"):
         pretrain(arguments(files))
     assert not (files / "backbone").exists()
+
+
+def test_muon_is_refused_where_matrices_are_shared_out(files, monkeypatch):
+    create = WholeCheckpoints.create_accelerator_and_postprocess
+
+    def sharded(self):
+        create(self)
+        self.is_fsdp_enabled = True  # as accelerate sets it on cards
+
+    monkeypatch.setattr(WholeCheckpoints, "create_accelerator_and_postprocess", sharded)
+    with pytest.raises(ValueError, match="FSDP shares them out: leave --matrix_learning_rate out"):
+        pretrain(arguments(files, matrix_learning_rate=0.01))

@@ -144,8 +144,11 @@ def test_refusals(files, capsys):
     run = ["respond", "--target", str(files / "target"), "--out", str(files / "new.jsonl")]
     cases = {
         ("--prompts", str(files / "none.jsonl")): "there is no data file",
-        ("--prompts", str(files / "bad.jsonl")): "the row 'c' has no `prompt`",
-        ("--prompts", str(files / "two.jsonl")): "the row 'd' has not one turn in `turns`: leave the later ones out",
+        ("--prompts", str(files / "bad.jsonl")): "line 2: the row has no `prompt`",
+        (
+            "--prompts",
+            str(files / "two.jsonl"),
+        ): "line 1: the row 'd' has not one turn in `turns`: leave the later ones out",
         ("--prompts", str(files / "prompts.jsonl"), "--batch", "0"): "must be more than zero",
         ("--prompts", str(files / "prompts.jsonl"), "--out", str(files / "text.jsonl")): "is not a file of responses",
     }
