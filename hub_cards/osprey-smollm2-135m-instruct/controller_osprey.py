@@ -15,14 +15,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median_low
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-SCHEDULE_ROUNDS = 3  # a pair's first: the longest draft, none, one token, to measure what each costs
+SCHEDULE_ROUNDS = 6  # a pair's first: twice the longest draft, none, one token, to measure what each costs
 RECENT = 9  # measurements of a kind that count
-COPY_PROBE_EVERY = 3  # copies passed over after which one is tried again
+PLAIN_EVERY = 64  # rounds without a plain step after which one stands in for a draft, to be measured again
 PROBE_EVERY = 16  # rounds after which what does not pay is tried again; sooner where it has just ceased to pay
 MEMORY = 32  # drafted rounds over which a call's rate is averaged, and
 START_WEIGHT = 8  # how many of them the average of earlier calls counts for
@@ -78,6 +78,7 @@ class PairStatistics:
         self.samples: dict[Hashable, deque[float]] = {}  # seconds: "first", "next", or the width of a verification
         self.drafted, self.copied = AcceptanceRates(), AcceptanceRates()
         self.scheduled = 0  # rounds of the schedule that are done
+        self.since_plain = 0  # rounds since the last plain step
         self.spent = self.lost = 0.0  # seconds of all rounds, and those that trials lost against the best known
         self.drafting = DraftingRate()
 
@@ -86,13 +87,15 @@ class PairStatistics:
         self.samples[kind] = deque([*recent, seconds], maxlen=RECENT)
 
     def seconds(self, kind: Hashable) -> float:
-        return median(self.samples[kind]) if kind in self.samples else 0.0
+        """What recent ones took. The first may have taken far longer, and does not count once there are two."""
+        return median_low(self.samples[kind]) if kind in self.samples else 0.0
 
     def verification(self, width: int) -> float:
         """Seconds of a verification of `width` rows: what a plain step takes, or by a line through all others."""
-        points = [(w, median(s), len(s)) for w, s in list(self.samples.items()) if isinstance(w, int) and w > 1]
+        points = [(w, median_low(s), len(s)) for w, s in list(self.samples.items()) if isinstance(w, int) and w > 1]
         if width == 1 or not points:
             return self.seconds(1)
+        points = [point for point in points if point[2] > 1] or points  # without the first of a width, as above
         total = sum(n for _, _, n in points)
         mean_width = sum(w * n for w, _, n in points) / total
         mean_cost = sum(cost * n for _, cost, n in points) / total
@@ -168,7 +171,7 @@ class AdaptiveDraftLength:
         self.pair, self.longest, self.clock = pair, longest, clock
         self.copied = AcceptanceRates()  # of this text: another says nothing about it
         self.drafting = replace(pair.drafting, rounds=min(pair.drafting.rounds, START_WEIGHT))
-        self.idle_rounds = self.unused_copies = 0  # since the last draft, and the last copy
+        self.idle_rounds = 0  # since the last draft
         self.explores = False  # whether this round tries what has not paid
         self.probe_after = 2
         self.verifying_since: float | None = None
@@ -189,17 +192,18 @@ class AdaptiveDraftLength:
         if self.pair.scheduled < SCHEDULE_ROUNDS:
             self.limit, self.is_scheduled = (self.longest, 0, 1)[self.pair.scheduled % 3], True
             self.pair.scheduled += 1
-            self.explores = self.limit > 0
+            self.explores = False
             return 0, self.limit
         self.limit, self.is_scheduled = self.longest, False
         best, may_explore = self.best_rate(), self.pair.may_explore()
         length, copying_rate = self.plan_copy(match_size, copied)
         self.explores = copying_rate < best
-        if length and (not self.explores or (may_explore and self.unused_copies >= COPY_PROBE_EVERY)):
-            self.unused_copies = 0
+        if length and (not self.explores or may_explore):
             self.kinds = [(match_size, place > 0) for place in range(length)]
             return length, 0
-        self.unused_copies += length > 0
+        if self.pair.since_plain >= PLAIN_EVERY:
+            self.explores = False
+            return 0, 0
         is_known = self.drafting.rounds >= START_WEIGHT
         pays = is_known and self.drafting.per_second() >= best
         is_due = not is_known or self.idle_rounds >= self.probe_after
@@ -216,7 +220,9 @@ class AdaptiveDraftLength:
         while length < available:
             kind = (match_size, length > 0)
             chance *= self.copied.chance(kind, self.pair.copied.chance(kind, COPY_PRIOR))
-            if length > 0 and chance <= self.best_rate() * self.pair.row():
+            # Not beyond what the copy's own rate pays for either: the next copy goes on, at that rate.
+            rate = max(self.best_rate(), per_second(emitted, self.pair.verification(length + 1)))
+            if length > 0 and chance <= rate * self.pair.row():
                 break
             emitted, length = emitted + chance, length + 1
         return length, per_second(emitted, self.pair.verification(length + 1))
@@ -252,6 +258,7 @@ class AdaptiveDraftLength:
             if self.drafts:
                 self.pair.drafted.add("any", place < accepted)
         length, best = len(self.kinds), self.best_rate()
+        self.pair.since_plain = self.pair.since_plain + 1 if length else 0
         seconds = self.pair.round(length) if self.drafts else self.pair.verification(length + 1)
         self.pair.spent += seconds
         if self.explores and best > 0:
