@@ -41,9 +41,9 @@ def check_speculation(speculation: Any) -> None:
     found = "is the served model itself" if speculation is None else f"has the method {speculation.method!r}"
     if speculation is None or speculation.method != "eagle3":
         raise ValueError(
-            f"An Osprey drafter drafts beside its target, with the method 'eagle3', but here it {found}: run `vllm serve "
-            'TARGET --speculative-config \'{"method": "eagle3", "model": DRAFTER, "num_speculative_tokens": 5}\'` (or '
-            "make a plain draft model of it with `osprey export --to causal-lm`)."
+            f"An Osprey drafter drafts beside its target, with the method 'eagle3', but here it {found}: run `vllm "
+            'serve TARGET --speculative-config \'{"method": "eagle3", "model": DRAFTER, "num_speculative_tokens": 5}'
+            "'`, or make a plain draft model of it with `osprey export --to causal-lm`."
         )
     if speculation.parallel_drafting:
         raise ValueError("An Osprey drafter drafts token by token: leave `parallel_drafting` out.")
