@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser
 
+from osprey.cli.help import HelpFormatter, prepare_help
 from osprey.cli.parser import Parser
 
 
@@ -30,10 +31,11 @@ def parse(
     Raises:
         ValueError, OSError: a flag is wrong or missing, or the recipe cannot be read or has an unknown key.
     """
-    parser = DataclassParser(kinds, prog=prog, description=description)
+    parser = DataclassParser(kinds, prog=prog, description=description, formatter_class=HelpFormatter)
     parser.add_argument("--config", help="YAML file with values for these options; flags override it")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     names = [positional] if isinstance(positional, str) else positional
+    prepare_help(parser, parser.dataclass_types, names)
     leading = next((index for index, argument in enumerate(argv) if argument.startswith("-")), len(argv))
     if leading > len(names):
         parser.error(f"unexpected argument {argv[len(names)]!r}")

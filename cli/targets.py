@@ -75,7 +75,10 @@ def check_on_hub(kind: str, name: str, config: str = "config.json", revision: st
     from huggingface_hub import errors, hf_hub_download
     from huggingface_hub.utils import logging
 
+    from osprey.hub_cards.reach import go_offline_without_network
+
     logging.set_verbosity_error()  # its retries would be announced one by one
+    go_offline_without_network()
     unknown = f"unknown {kind} {name!r}: neither a local folder nor a model on the Hub"
     unknown += f", nor the built-in {DEFAULT_TARGET}." if kind == "target" else "."
     try:

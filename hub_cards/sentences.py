@@ -6,12 +6,15 @@ from contextlib import contextmanager
 from huggingface_hub import errors
 from huggingface_hub.errors import HTTPError  # of the HTTP library that the client uses
 
+from osprey.hub_cards.reach import go_offline_without_network
+
 SIGN_IN = "run `hf auth login`, or set HF_TOKEN to a token of https://huggingface.co/settings/tokens"
 
 
 @contextmanager
 def hub_sentences(repo: str, revision: str | None = None) -> Iterator[None]:
     """Turns whatever the client raises about `repo` into a `ValueError` or an `OSError` of one sentence."""
+    go_offline_without_network()
     try:
         yield
     except errors.HFValidationError as error:

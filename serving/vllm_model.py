@@ -23,8 +23,10 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.utils import get_draft_quant_config
+from vllm.tokenizers import cached_tokenizer_from_config
 
-from osprey.serving.layout import check_config, check_target, check_tensors, vllm_tap_ids
+from osprey.serving.layout import check_tensors
+from osprey.serving.startup import check_start_up
 
 # Parts of vLLM's stacked parameters: part, parameter, which shard of it.
 STACKED = (
@@ -180,23 +182,14 @@ class OspreyForVllm(Eagle3LlamaForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         nn.Module.__init__(self)
+        check_start_up(vllm_config, cached_tokenizer_from_config)
         config = vllm_config.speculative_config.draft_model_config.hf_config
-        target = vllm_config.model_config
-        num_target_layers = target.get_total_num_hidden_layers()
-        check_config(vars(config))
-        check_target(vars(config), target.get_vocab_size(), target.get_hidden_size(), num_target_layers)
-        if getattr(config, "eagle_aux_hidden_state_layer_ids", None) != vllm_tap_ids(config.target_layer_ids):
-            raise ValueError(
-                "vLLM read the drafter's config without Osprey's taps and would choose its own: another package has "
-                "taken over the model type `osprey`; keep it out of vLLM's processes."
-            )
         if get_draft_quant_config(vllm_config) is not None:
             raise ValueError("An Osprey drafter runs unquantized: leave `quantization` out of --speculative-config.")
-        if vllm_config.speculative_config.parallel_drafting:
-            raise ValueError("An Osprey drafter drafts token by token: leave `parallel_drafting` out.")
         self.config = config
         self.use_parallel_drafting = False
         self.num_draftable = config.target_num_tokens or config.vocab_size
+        num_target_layers = vllm_config.model_config.get_total_num_hidden_layers()
         self.model = OspreyModel(
             vllm_config=vllm_config, prefix=f"{prefix}.model".lstrip("."), first_layer_id=num_target_layers
         )

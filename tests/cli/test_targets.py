@@ -211,6 +211,7 @@ def test_hub_refusals(monkeypatch, kind, message):
         raise hub_error(kind)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    monkeypatch.setattr("osprey.hub_cards.reach.answers", lambda endpoint: True)
     with pytest.raises((OSError, ValueError), match=message) as caught:
         targets.resolve_target("org/model")
     assert "\n" not in str(caught.value)
@@ -218,6 +219,7 @@ def test_hub_refusals(monkeypatch, kind, message):
 
 def test_hub_id_passes_through(monkeypatch):
     asked = []
+    monkeypatch.setattr("osprey.hub_cards.reach.answers", lambda endpoint: True)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *args, **kwargs: asked.append(args))
     assert targets.resolve_target("org/model") == "org/model"
     assert asked == [("org/model", "config.json")]

@@ -53,7 +53,8 @@ def refused_drafters(root: Path) -> dict[str, str]:
         "taps counted otherwise": changed_config(root / "count", eagle_aux_hidden_state_layer_ids=[1, 14, 26]),
         "a key left out": changed_config(root / "key", rms_norm_eps=None),
         "another target": changed_config(root / "target", target_num_hidden_layers=32),
-        "another vocabulary": changed_config(root / "vocabulary", vocab_size=49151),
+        "another vocabulary size": changed_config(root / "vocabulary", vocab_size=49151),
+        "another tokenizer": changed_config(root / "tokenizer", target_tokenizer_sha256="0" * 64),
         "a tensor missing": changed_tensors(root / "tensor", drop="layers.1.self_attn.k_proj.weight"),
     }
 
@@ -117,6 +118,8 @@ def runs(smollm2, prompts, tmp_path_factory) -> dict[str, dict]:
         "draft model": engine("draft_model", str(root / "causal-lm")),
     }
     engines |= {name: engine("eagle3", drafter) for name, drafter in refused_drafters(root).items()}
+    engines["a plain draft model"] = engine("draft_model", str(DRAFTER))
+    engines["no target"] = plain | {"model": str(DRAFTER)}
     spec, out = root / "spec.json", root / "out.json"
     jobs = {name: {"engine": e, "prompts": prompts, "max_tokens": MAX_TOKENS} for name, e in engines.items()}
     spec.write_text(json.dumps(jobs | sharded_runs(root / "sharded")))
@@ -189,7 +192,10 @@ def test_two_shards_compute_what_one_does(runs):
         ("taps counted otherwise", "are [2, 15, 27] as vLLM counts"),
         ("a key left out", "has no rms_norm_eps, which an engine would fill with a default"),
         ("another target", "with a number of layers of 32, but the served model has 30"),
-        ("another vocabulary", "with a vocabulary size of 49151, but the served model has 49152"),
+        ("another tokenizer", "has another vocabulary: serve that target with its own tokenizer"),
+        ("a plain draft model", "with the method 'eagle3', but here it has the method 'draft_model'"),
+        ("no target", "but here it is the served model itself"),
+        ("another vocabulary size", "with a vocabulary size of 49151, but the served model has 49152"),
         ("a tensor missing", "tensors missing: layers.1.self_attn.k_proj.weight"),
     ],
 )
