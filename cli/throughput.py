@@ -15,7 +15,7 @@ from osprey.train.throughput import ThroughputArguments, training_throughput
 
 
 def main(argv: list[str]) -> int:
-    if "--features" in argv:
+    if any(argument.split("=")[0] == "--features" for argument in argv):
         kinds = [ThroughputArguments, DistillThroughputArguments, OspreyDistillationConfig]
         measured, arguments, config, _ = parse(kinds, argv, "throughput", __doc__, positional="drafter")
         print(json.dumps(distillation_throughput(measured, arguments, config), indent=2))

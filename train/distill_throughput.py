@@ -12,7 +12,7 @@ from osprey.train.distill import load_drafter
 from osprey.train.distillation_config import OspreyDistillationConfig
 from osprey.train.distillation_trainer import OspreyDistillationTrainer
 from osprey.train.feature_data import FeatureDataset, split_rows
-from osprey.train.precision import use_bf16
+from osprey.train.precision import compute_dtype
 from osprey.train.throughput import (
     FIRST_STEPS,
     StepTimes,
@@ -56,7 +56,7 @@ def distillation_throughput(
     flops = (counts.totals[-1] - counts.totals[FIRST_STEPS - 1]) / measured.measured_steps
 
     device_type = config.device.type
-    dtype = torch.bfloat16 if use_bf16(config.precision, device_type) else torch.float32
+    dtype = compute_dtype(config.precision, device_type)
     clocks = clocks_for(device_type)
     before = matmul_speeds(device_type, dtype, clocks)
     times = StepTimes(clocks)

@@ -21,7 +21,7 @@ from osprey.train.distillation_config import OspreyDistillationConfig
 from osprey.train.features import STORED_DTYPES, feature_bytes
 from osprey.train.losses import divergence
 from osprey.train.memory import batch_parts, memory_by_phase, per_card
-from osprey.train.precision import autocast, use_bf16
+from osprey.train.precision import autocast, compute_dtype
 from osprey.train.unroll import find_chains, unroll
 
 MARGIN = 1.1  # of all that is counted
@@ -173,7 +173,7 @@ def target_forward(target_config: PreTrainedConfig, ids: Tensor, config: OspreyD
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[-1:]
     text.vocab_size, text.pad_token_id = 1, None
-    dtype = torch.bfloat16 if use_bf16(config.precision, ids.device.type) else torch.float32
+    dtype = compute_dtype(config.precision, ids.device.type)
     layer = AutoModelForCausalLM.from_config(text, dtype=dtype).eval().to(ids.device).base_model
     return layers * timed(lambda: layer(torch.zeros_like(ids)), ids.device)
 

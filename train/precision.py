@@ -22,6 +22,10 @@ def use_bf16(precision: str, device_type: str) -> bool:
     return device_type == "cpu" and torch.cpu._is_amx_tile_supported()
 
 
+def compute_dtype(precision: str, device_type: str) -> torch.dtype:
+    return torch.bfloat16 if use_bf16(precision, device_type) else torch.float32
+
+
 def autocast(precision: str, device_type: str) -> AbstractContextManager:
     """A bf16 autocast context where `use_bf16` says so, one that does nothing elsewhere."""
     return torch.autocast(device_type, dtype=torch.bfloat16, enabled=use_bf16(precision, device_type))

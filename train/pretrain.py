@@ -35,7 +35,7 @@ from osprey.train.data import Source, check_source, parse_sources
 from osprey.train.dry_run import dry_run
 from osprey.train.packing import PackedRows
 from osprey.train.perplexity import held_out_losses, perplexities
-from osprey.train.precision import use_bf16
+from osprey.train.precision import compute_dtype, use_bf16
 from osprey.train.pretrain_checks import refuse_collisions, refuse_settings
 from osprey.train.pretrain_resume import last_checkpoint, read_checkpoint, refuse_another_recipe, refuse_checkpoints
 from osprey.train.pretrain_trainer import make_settings, make_trainer
@@ -251,7 +251,7 @@ def _teacher(arguments: PretrainArguments, model: PreTrainedModel) -> PreTrained
             f"--distill_from {arguments.distill_from} has {teacher.config.vocab_size} tokens in its vocabulary, the "
             f"model {model.config.vocab_size}: give the model that it was pruned from."
         )
-    dtype = torch.bfloat16 if use_bf16(arguments.precision, model.device.type) else torch.float32
+    dtype = compute_dtype(arguments.precision, model.device.type)
     return teacher.to(model.device, dtype).eval().requires_grad_(False)
 
 

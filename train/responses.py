@@ -25,7 +25,7 @@ from osprey.train.data import check_file
 from osprey.train.examples import user_prompt_ids
 from osprey.train.grouped_attention import use_grouped_attention
 from osprey.train.jsonl import read_rows
-from osprey.train.precision import use_bf16
+from osprey.train.precision import compute_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def respond(arguments: RespondArguments) -> dict[str, Any]:
     rows = [row for row in prompts if row["id"] not in answered]
     random.Random(arguments.seed).shuffle(rows)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if use_bf16(arguments.precision, device) else torch.float32
+    dtype = compute_dtype(arguments.precision, device)
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).to(device).eval()
     use_grouped_attention(model)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target, padding_side="left")

@@ -17,7 +17,7 @@ from osprey.train.cost import flops_per_token
 from osprey.train.data import parse_sources
 from osprey.train.dry_run import matmul_flops
 from osprey.train.packing import PackedRows
-from osprey.train.precision import use_bf16
+from osprey.train.precision import compute_dtype
 from osprey.train.pretrain import PretrainArguments
 from osprey.train.pretrain_checks import refuse_settings
 from osprey.train.pretrain_trainer import make_settings, make_trainer
@@ -54,7 +54,7 @@ def training_throughput(measured: ThroughputArguments, recipe: PretrainArguments
         clocks = clocks_for(device_type)
         times = StepTimes(clocks)
         trainer.add_callback(times)
-        dtype = torch.bfloat16 if use_bf16(recipe.precision, device_type) else torch.float32
+        dtype = compute_dtype(recipe.precision, device_type)
         before = matmul_speeds(device_type, dtype, clocks)
         trainer.train()
         after = matmul_speeds(device_type, dtype, clocks)

@@ -116,7 +116,7 @@ def test_distillation_throughput_counts_the_matrix_products(tmp_path, capsys, th
     same = {"prompt": "say it", "response": "well, it!", "temperature": 0.0, "finish": "stop", "language": "en"}
     (line / "same.jsonl").write_text("".join(json.dumps({"id": f"p-{n}", **same}) + "\n" for n in range(30)))
     prepare(line, "same.jsonl", "same")
-    command = [str(line / "drafter"), "--features", str(line / "same"), "--measured_steps", "4", "--precision", "fp32"]
+    command = [str(line / "drafter"), f"--features={line / 'same'}", "--measured_steps", "4", "--precision", "fp32"]
     command += [
         "--per_device_train_batch_size",
         "2",
