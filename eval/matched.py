@@ -100,7 +100,7 @@ def _runs(results: dict[str, Any], arm: str) -> list[dict[str, Any]]:
     rate = results["chosen"][arm]
     runs = results["runs"].values()
     by_seed = {run["seed"]: run for run in runs if run["arm"] == arm and run["learning_rate"] == rate}
-    return [by_seed[seed] for seed in results["seeds"] if seed in by_seed]
+    return [by_seed[seed] for seed in results["seeds"]]
 
 
 def _swept(results: dict[str, Any], arm: str) -> list[dict[str, Any]]:

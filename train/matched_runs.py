@@ -70,12 +70,12 @@ def matched_runs(matched: MatchedArguments, config: OspreyDistillationConfig) ->
     """
     arms = [parse_arm(text) for text in matched.arms]
     own_rates = parse_rates(matched.own_rates, {arm.name for arm in arms})
+    check_arms(arms, own_rates)
     features, test = FeatureDataset(matched.features), FeatureDataset(matched.test_features)
     train, held_out = split_rows(features, matched.held_out_percent)
     if not held_out.rows:
         raise ValueError("No held-out row was written greedily (`temperature` 0): raise --held_out_percent.")
     path = Path(matched.out) / RESULTS_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
     settings = {
         "target": features.settings["target"],
         "features": features.identity(),
@@ -83,44 +83,74 @@ def matched_runs(matched: MatchedArguments, config: OspreyDistillationConfig) ->
         "held_out_percent": matched.held_out_percent,
         "recipe": {k: v for k, v in recipe(config).items() if k not in ("learning_rate", "seed")},
     }
+    results = open_results(path, settings, config) | {"seeds": matched.seeds}
+    if "without_training" not in results:
+        results["without_training"] = without_training(train, test, config.unroll_steps)
+        write_json(path, results)
+
+    best: dict[str, float] = {}  # by folder
+    for arm in sorted(arms, key=lambda arm: arm.steps is not None):
+        if arm.folder not in best:
+            swept = {}
+            for rate in own_rates.get(arm.name, matched.learning_rates):
+                done = run_once(results, path, arm, rate, matched.seeds[0], config, (train, held_out, test))
+                swept[rate] = done["held_out"]["eval_mal"]
+            best[arm.folder] = max(swept, key=swept.__getitem__)
+        for seed in matched.seeds:
+            run_once(results, path, arm, best[arm.folder], seed, config, (train, held_out, test))
+    results["chosen"] = {arm.name: best[arm.folder] for arm in arms}
+    write_json(path, results)
+    return results
+
+
+def open_results(path: Path, settings: dict[str, Any], config: OspreyDistillationConfig) -> dict[str, Any]:
+    """What earlier starts have done; raises `ValueError` where they did it with other settings."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text()) if path.exists() else {"settings": settings, "runs": {}}
     # A setting that is younger than the file had its default.
     old = {option.name: option.default for option in fields(config)} | results["settings"]["recipe"]
     results["settings"]["recipe"] = {name: old[name] for name in settings["recipe"]}
     if results["settings"] != settings:
         raise ValueError(f"{path} holds runs with other features or another recipe: give another --out.")
-    results |= {"versions": versions(), "seeds": matched.seeds}
-    if "without_training" not in results:
-        results["without_training"] = without_training(train, test, config.unroll_steps)
-        write_json(path, results)
-
-    runs = results["runs"]
-
-    def run(arm: Arm, rate: float, seed: int) -> dict[str, Any]:
-        key = f"{arm.name} {rate:g} {seed}"
-        folder = arm.folder.replace("{seed}", str(seed))
-        sha256, max_steps = drafter_sha256(folder), arm.steps or config.max_steps
-        done = runs.get(key, {})
-        if done.get("drafter") != sha256 or max_steps not in (-1, done["steps"]):  # -1: as many as the epochs have
-            logger.info("%s: learning rate %g, seed %d", arm.name, rate, seed)
-            settings = copy.copy(config)  # its checks ran, and changed it: they are not run again
-            settings.learning_rate, settings.seed, settings.max_steps = rate, seed, max_steps
-            runs[key] = {"arm": arm.name, "learning_rate": rate, "seed": seed, "drafter": sha256}
-            runs[key] |= train_and_test(folder, settings, train, held_out, test)
-            write_json(path, results)
-        return runs[key]
-
-    best: dict[str, float] = {}  # by folder
-    for arm in sorted(arms, key=lambda arm: arm.steps is not None):
-        if arm.folder not in best:
-            rates = own_rates.get(arm.name, matched.learning_rates)
-            swept = {rate: run(arm, rate, matched.seeds[0])["held_out"]["eval_mal"] for rate in rates}
-            best[arm.folder] = max(swept, key=swept.__getitem__)
-        for seed in matched.seeds:
-            run(arm, best[arm.folder], seed)
-    results["chosen"] = {arm.name: best[arm.folder] for arm in arms}
-    write_json(path, results)
     return results
+
+
+def run_once(
+    results: dict[str, Any],
+    path: Path,
+    arm: Arm,
+    rate: float,
+    seed: int,
+    config: OspreyDistillationConfig,
+    data: tuple[RowSubset, RowSubset, FeatureDataset],
+) -> dict[str, Any]:
+    """The run of `results` at this rate and with this seed, trained and written to `path` where it is missing."""
+    key = f"{arm.name} {rate:g} {seed}"
+    folder = arm.folder.replace("{seed}", str(seed))
+    made_from = {"drafter": drafter_sha256(folder), "max_steps": arm.steps or config.max_steps}
+    done = results["runs"].get(key, {})
+    if {"drafter": done.get("drafter"), "max_steps": done.get("max_steps", done.get("steps"))} != made_from:
+        logger.info("%s: learning rate %g, seed %d", arm.name, rate, seed)
+        settings = copy.copy(config)  # its checks ran, and changed it: they are not run again
+        settings.learning_rate, settings.seed, settings.max_steps = rate, seed, made_from["max_steps"]
+        run = {"arm": arm.name, "learning_rate": rate, "seed": seed, "versions": versions(), **made_from}
+        results["runs"][key] = run | train_and_test(folder, settings, *data)
+        write_json(path, results)
+    return results["runs"][key]
+
+
+def check_arms(arms: list[Arm], own_rates: dict[str, list[float]]) -> None:
+    """Raise `ValueError` for two arms of one name, and for rates of an arm whose folder has been swept before it."""
+    by_name = {arm.name: arm for arm in arms}
+    if len(by_name) < len(arms):
+        raise ValueError(f"--arms: two arms have one name among {', '.join(arm.name for arm in arms)}: rename one.")
+    swept: dict[str, str] = {}
+    for arm in sorted(arms, key=lambda arm: arm.steps is not None):
+        first = swept.setdefault(arm.folder, arm.name)
+        if first != arm.name and arm.name in own_rates:
+            raise ValueError(
+                f"--own_rates: {arm.name} takes the rate found for {first}, which has the same folder: leave it out."
+            )
 
 
 def parse_arm(text: str) -> Arm:

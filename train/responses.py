@@ -110,7 +110,7 @@ def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
         return row
     if not isinstance(turns, list) or len(turns) != 1:
         raise ValueError(f"the row {row.get('id')!r} has not one turn in `turns`: leave the later ones out.")
-    return {**row, "prompt": turns[0]}
+    return {name: value for name, value in row.items() if name != "turns"} | {"prompt": turns[0]}
 
 
 def answered_ids(out: Path) -> set[str]:

@@ -61,9 +61,25 @@ def test_runs_are_made_once_and_compared(line, monkeypatch, capsys):
     monkeypatch.setattr(
         matched_runs, "train_and_test", lambda folder, config, *_: trained.append(config.max_steps) or runs["longer"]
     )
-    runs["longer"] = next(run for run in runs["runs"].values() if run["arm"] == "longer") | {"steps": 4}
+    longer = next(run for run in runs["runs"].values() if run["arm"] == "longer")
+    runs["longer"] = {name: longer[name] for name in ("parameters", "seconds", "held_out", "answers")} | {"steps": 4}
     assert main([*command(line), "--arms", *arms(line, longer=4)]) == 0
     assert trained == [4, 4]  # both seeds of the arm whose steps changed, and no other
+
+
+def test_a_run_of_some_steps_is_no_run_of_whole_epochs(line, monkeypatch):
+    trained = []
+
+    def train(folder, config, *_):
+        trained.append(config.max_steps)
+        return {"steps": 2, "held_out": {"eval_mal": 1.0}, "answers": {"p-1": [3, 2]}, "parameters": 1, "seconds": 1.0}
+
+    monkeypatch.setattr(matched_runs, "train_and_test", train)
+    monkeypatch.setattr(matched_runs, "without_training", lambda *_: {})
+    whole = [*command(line, max_steps=-1, num_train_epochs=1), "--learning_rates", "0.01", "--seeds", "0"]
+    for steps in ("@2", "", ""):
+        assert main([*whole, "--arms", f"eagle={line}/eagle-0{steps}"]) == 0
+    assert trained == [2, -1]
 
 
 def test_another_recipe_or_a_bad_arm_is_refused(line):
@@ -84,5 +100,9 @@ def test_another_recipe_or_a_bad_arm_is_refused(line):
         main([*command(line), "--own_rates", "ours=fast"])
     with pytest.raises(ValueError, match="no arm 'theirs'"):
         main([*command(line), "--own_rates", "theirs=0.1"])
+    with pytest.raises(ValueError, match="longer takes the rate found for eagle, which has the same folder"):
+        main([*command(line), "--own_rates", "longer=0.1"])
+    with pytest.raises(ValueError, match="two arms have one name among ours, ours: rename one"):
+        main([*command(line), "--arms", f"ours={line / 'drafter'}", f"ours={line}/eagle-{{seed}}"])
     with pytest.raises(ValueError, match="'nonsense' is not NAME=FOLDER"):
         main([*command(line), "--arms", "nonsense"])

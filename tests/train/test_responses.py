@@ -83,6 +83,7 @@ def test_reads_the_prompts_of_generate_and_bench(files):
     (files / "prompts.jsonl").write_text(json.dumps({"id": "a", "prompt": "question 1"}) + "\n")
     respond(arguments(files, out=str(files / "same.jsonl")))
     rows = read(files / "out.jsonl")
+    assert rows["a"]["prompt"] == "question 1" and "turns" not in rows["a"]
     assert rows["a"]["response_ids"] == read(files / "same.jsonl")["a"]["response_ids"]
     assert load_prompts(files / "prompts.jsonl") == [Prompt("a", "any", "any", ("question 1",))]
 
