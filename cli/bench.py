@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osprey.cli.arguments import parse
-from osprey.cli.bench_finished import asked_sha256, finished_result, made_from
 from osprey.cli.targets import DEFAULT_TARGET, find_model
 from osprey.train.checkpoints import hub_commit, public_name, versions, weights_sha256, write_json
 
@@ -71,13 +70,9 @@ def main(argv: list[str]) -> int:
         return draw(arguments.plots, arguments.out)
     check_arguments(arguments)
     from osprey.eval.markdown import to_markdown
-    from osprey.eval.public_suites import PUBLIC
     from osprey.eval.suites import load_suite
-    from osprey.hub_cards.reach import go_offline_without_network
 
     out = Path(arguments.out)
-    if arguments.suite.lower() in PUBLIC:
-        go_offline_without_network()
     items = load_suite(arguments.suite, arguments.limit)
     result = measure(arguments, items, out.with_suffix(".runs.jsonl"), argv)
     write_json(out, result)
@@ -139,11 +134,6 @@ def measure(arguments: BenchArguments, items: list["Item"], runs: Path, argv: li
         torch.set_num_threads(arguments.threads)
     plan = Plan(arguments.temperatures, arguments.draft_lengths, arguments.max_new_tokens, arguments.seed)
     named = named_models(arguments)
-    asked = asked_sha256(arguments, named, items, [versions(), code_sha256()])
-    done = finished_result(Path(arguments.out), runs, asked, environment(argv), plan.seed)
-    if done is not None:
-        print(f"{runs} holds every run already: no model is loaded.", file=sys.stderr)
-        return done
     print("Loading target and drafters ...", file=sys.stderr, flush=True)
     pair, peers = load_peers(arguments, named, items)
     misfits: list[str] = []
@@ -158,7 +148,7 @@ def measure(arguments: BenchArguments, items: list["Item"], runs: Path, argv: li
         skipped = run_suite(pair.target, pair.tokenizer, peers, items, plan, journal, bar.update)
     if not journal.runs:
         raise ValueError("every prompt of the suite is longer than the target's context: there is nothing to report.")
-    return make_result(journal, settings, environment(argv) | made_from(asked, runs), misfits + skipped, plan.seed)
+    return make_result(journal, settings, environment(argv), misfits + skipped, plan.seed)
 
 
 def named_models(arguments: BenchArguments) -> dict[str, str]:

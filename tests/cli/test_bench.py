@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 
 import pytest
@@ -85,40 +84,6 @@ def test_a_benchmark_and_its_plots(osprey, folder, tmp_path):
     assert (tmp_path / "r.runs.jsonl").read_bytes() == runs
     status, text, _ = osprey("--plots", out, "--out", tmp_path / "plots")
     assert status == 0 and len(text.split()) == 4 * len(("domain", "language", "position", "draft length"))
-
-
-def test_nothing_left_to_run_loads_no_model(osprey, folder, tmp_path, monkeypatch):
-    drafter, out, runs = tmp_path / "drafter", tmp_path / "r.json", tmp_path / "r.runs.jsonl"
-    shutil.copytree(folder / "drafter", drafter)
-    flags = [*usual(folder, out), "--drafter", f"osprey={drafter}"]
-    assert osprey(*flags)[0] == 0
-    before, load = out.read_bytes(), bench.load_peers
-
-    def refuse(*args):
-        raise ValueError("models are loaded")
-
-    monkeypatch.setattr(bench, "load_peers", refuse)
-    status, text, err = osprey(*flags)
-    assert status == 0 and "holds every run already" in err and text == (tmp_path / "r.md").read_text() + "\n"
-    assert json.loads(out.read_bytes()) == json.loads(before)
-    assert out.read_bytes() == before
-
-    whole, lines = runs.read_text(), runs.read_text().splitlines(keepends=True)
-    settings = (drafter / "generation_config.json").read_text()
-    for change in (
-        lambda: runs.write_text("".join(lines[:-1])),  # a run is missing
-        lambda: (drafter / "generation_config.json").write_text(settings.replace("{", '{"num_assistant_tokens": 2,')),
-        lambda: out.unlink(),
-        lambda: out.write_text("[]"),
-        lambda: flags.extend(["--seed", "1"]),
-    ):
-        change()
-        status, _, err = osprey(*flags)
-        assert status == 1 and "models are loaded" in err
-        runs.write_text(whole), out.write_bytes(before), (drafter / "generation_config.json").write_text(settings)
-    monkeypatch.setattr(bench, "load_peers", load)
-    runs.write_text("".join(lines[:-1]))
-    assert osprey(*flags[:-2])[0] == 0 and len(runs.read_text().splitlines()) == len(lines)
 
 
 def test_runs_of_other_code_or_packages_are_not_gone_on_with(osprey, folder, tmp_path, monkeypatch):
