@@ -217,12 +217,12 @@ class AdaptiveDraftLength:
     def plan_copy(self, match_size: int, available: int) -> tuple[int, float]:
         """How many of `available` tokens pay, and the tokens a second that copying them gives."""
         chance, emitted, length = 1.0, 1.0, 0
+        best, row, two_rows = self.best_rate(), self.pair.row(), self.pair.verification(2)
         while length < available:
             kind = (match_size, length > 0)
             chance *= self.copied.chance(kind, self.pair.copied.chance(kind, COPY_PRIOR))
             # Not beyond what the copy's own rate pays for either: the next copy goes on, at that rate.
-            rate = max(self.best_rate(), per_second(emitted, self.pair.verification(length + 1)))
-            if length > 0 and chance <= rate * self.pair.row():
+            if length > 0 and chance <= row * max(best, per_second(emitted, two_rows + (length - 1) * row)):
                 break
             emitted, length = emitted + chance, length + 1
         return length, per_second(emitted, self.pair.verification(length + 1))

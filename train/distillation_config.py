@@ -65,7 +65,7 @@ class OspreyDistillationConfig(GKDConfig):
     warmup_steps: float = field(default=0.04, metadata={"help": "below 1 a share of all steps"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are clipped to this norm"})
     adam_beta2: float = field(default=0.95)
-    per_device_train_batch_size: int = field(default=16, metadata={"help": "rows in a step"})
+    per_device_train_batch_size: int = field(default=16, metadata={"help": "rows at a time"})
     per_device_eval_batch_size: int = field(default=16)
     logging_steps: float = field(default=20, metadata={"help": "steps between two lines of the log"})
     save_steps: float = field(default=500, metadata={"help": "steps between two checkpoints"})

@@ -168,6 +168,16 @@ def test_what_is_slow_at_first_misleads_for_a_while_only(cold, costs, chance):
     assert sum(shares) > 0.95 * len(shares), shares
 
 
+def test_plain_steps_that_have_become_cheap_are_found():
+    """Drafts give 1.5 times the plain steps that were measured first, half of what plain steps give from then on."""
+    world = World(plain=3.0, rows=3.0, row=0.1, first=0.1, following=0.1, chances=[0.75])
+    _, done = world.run(200, 2)
+    assert sum(drafted > 0 for _, drafted in done[100:]) > 90
+    world.plain = 0.75
+    _, done = world.run(1200, 2)
+    assert sum(drafted > 0 for _, drafted in done[800:]) < 100
+
+
 def test_it_comes_back_when_drafting_pays_again():
     world = World(**COSTS["cheap rows"], chances=[0.01])
     world.run(300, 5)
