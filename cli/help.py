@@ -54,8 +54,9 @@ def prepare_help(parser: argparse.ArgumentParser, kinds: list[type], positional:
         if isinstance(action, argparse._StoreFalseAction):  # the --no_ form, told in the text of the other
             first[action.dest].help += f"; {action.option_strings[0]} turns it off"
             action.help = argparse.SUPPRESS
-    hidden = {action: action.help for name, action in first.items() if name in inherited}
-    for action in hidden:
+    useless = {name for kind in kinds for name in getattr(kind, "WITHOUT_EFFECT", ())}
+    hidden = {action: action.help for name, action in first.items() if name in inherited - useless}
+    for action in (*hidden, *(first[name] for name in useless)):
         action.help = argparse.SUPPRESS
     if hidden:
         what = (

@@ -155,12 +155,12 @@ def mal_of(run: Run) -> float | None:
 def matrix(result: dict[str, Any], peers: list[str]) -> tuple[list[str], np.ndarray]:
     """Mean MAL of `peers` (drafters of one domain each) by domain tested: the domains, and `[peers, domains]`.
 
-    At the first temperature, draft length and context length. A domain that a drafter is named for stands in that
-    drafter's place.
+    At the first temperature and draft length and in the shortest context. A domain that a drafter is named for stands
+    in that drafter's place.
     """
     settings = result["settings"]
     firsts = {name: settings[f"{name}s"][0] for name in ("temperature", "draft_length")}
-    firsts["context_length"] = (settings["context_lengths"] or [None])[0]
+    firsts["context_length"] = min(settings["context_lengths"], default=None)
     rows = select(result, language=None, file=None, **firsts)
     found = list(dict.fromkeys(row["domain"] for row in rows if row["domain"] is not None))
     domains = [name for name in peers if name in found] + [name for name in found if name not in peers]

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 import torch
 
@@ -12,21 +13,6 @@ with warnings.catch_warnings():  # of TRL, about all that lives in `trl.experime
     from trl.experimental.gkd import GKDConfig
 
 MUON_OTHER_LEARNING_RATE = 3e-4
-# Settings that GKDConfig inherits and that have no meaning here: a value that changes nothing would mislead.
-WITHOUT_EFFECT = (
-    *("packing", "packing_strategy", "eval_packing", "padding_free", "pad_to_multiple_of", "truncation_mode"),
-    *("assistant_only_loss", "completion_only_loss", "loss_type", "label_smoothing_factor", "eos_token", "pad_token"),
-    *("chat_template_path", "dataset_text_field", "dataset_kwargs", "dataset_num_proc", "shuffle_dataset"),
-    *("model_init_kwargs", "teacher_model_name_or_path", "trust_remote_code", "router_aux_loss_coef"),
-    *(
-        "gradient_checkpointing",
-        "activation_checkpointing",
-        "activation_offloading",
-        "use_liger_kernel",
-        "disable_dropout",
-        "fp16",
-    ),
-)
 
 
 @dataclass
@@ -56,6 +42,16 @@ class OspreyDistillationConfig(GKDConfig):
         whiten_context: a drafter as converted starts from an `fc` that whitens the deepest tap (`train/whiten.py`).
         max_length: online, tokens of prompt and response that are kept.
     """
+
+    # Settings that GKDConfig inherits and that have no meaning here: a value that changes nothing would mislead.
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = (
+        *("packing", "packing_strategy", "eval_packing", "padding_free", "pad_to_multiple_of", "truncation_mode"),
+        *("assistant_only_loss", "completion_only_loss", "loss_type", "label_smoothing_factor", "eos_token"),
+        *("pad_token", "chat_template_path", "dataset_text_field", "dataset_kwargs", "dataset_num_proc"),
+        *("shuffle_dataset", "model_init_kwargs", "teacher_model_name_or_path", "trust_remote_code"),
+        *("router_aux_loss_coef", "gradient_checkpointing", "activation_checkpointing", "activation_offloading"),
+        *("use_liger_kernel", "disable_dropout", "fp16"),
+    )
 
     output_dir: str | None = field(
         default=None, metadata={"help": "checkpoints, kept to go on from (default: OUT.run)"}
@@ -117,7 +113,7 @@ class OspreyDistillationConfig(GKDConfig):
 
     def _refuse_settings_without_effect(self) -> None:
         own = {entry.name: entry for entry in fields(self)}
-        for name in WITHOUT_EFFECT:
+        for name in self.WITHOUT_EFFECT:
             if getattr(self, name) != own[name].default:
                 raise ValueError(f"--{name} has no effect on distillation: leave it out.")
         if self.muon and self.optim != own["optim"].default:

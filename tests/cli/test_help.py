@@ -1,6 +1,7 @@
 """`--help`: our own options, one line each, and with `--help-all` those of what they are built on."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 
@@ -15,10 +16,13 @@ class Trainer:
     learning_rate: float = field(default=1e-5, metadata={"help": "the trainer's"})
     warm_up: int = field(default=0, metadata={"help": "Steps of `warm-up` (default)."})
     push_to_hub: bool = field(default=False, metadata={"help": "Whether to `push`."})
+    half: bool = field(default=False, metadata={"help": "refused"})
 
 
 @dataclass
 class Baking(Trainer):
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ("half",)
+
     learning_rate: float = field(default=0.5, metadata={"help": "of the baker"})
     warm_up: int = 3  # only another default
     crisp_crust: bool = field(default=True, metadata={"help": "brown it"})
@@ -76,7 +80,7 @@ def test_our_options_stand_in_one_line_each(capsys):
 def test_all_options(capsys):
     text = printed(capsys, "--help-all")
     assert "--push_to_hub [true|false]" in text and "Whether to push." in text
-    assert "--warm_up N" in text and "(default: 3)" in text
+    assert "--warm_up N" in text and "(default: 3)" in text and "--half" not in text
     assert set(printed(capsys, "--help").splitlines()) < set(text.splitlines())
 
 

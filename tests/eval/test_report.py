@@ -108,8 +108,8 @@ def test_matrix_puts_domains_in_the_order_of_drafters(tmp_path):
     assert cells.tolist() == [[3, 1, 2], [1, 3, 2]]
 
 
-def test_matrix_is_of_the_first_context(tmp_path):
-    settings = {"peers": ["plain", "chat"], "matrix": ["chat"], "context_lengths": [512, 1024]}
+def test_matrix_is_of_the_shortest_context(tmp_path):
+    settings = {"peers": ["plain", "chat"], "matrix": ["chat"], "context_lengths": [1024, 512]}
     runs = []
     for context, accepted in ((512, 2), (1024, 0)):
         runs.append(plain_run(f"a@{context}", 4, context_length=context))
