@@ -70,16 +70,26 @@ def main(argv: list[str]) -> int:
         return draw(arguments.plots, arguments.out)
     check_arguments(arguments)
     from osprey.eval.markdown import to_markdown
-    from osprey.eval.suites import load_suite
 
     out = Path(arguments.out)
-    items = load_suite(arguments.suite, arguments.limit)
+    items = load_items(arguments.suite, arguments.limit)
     result = measure(arguments, items, out.with_suffix(".runs.jsonl"), argv)
     write_json(out, result)
     text = to_markdown(result)
     out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(json.dumps(result, ensure_ascii=False) if as_json else text)
     return 0
+
+
+def load_items(suite: str, limit: int | None) -> list["Item"]:
+    """`load_suite`, with public suites from the cache at once where the Hub does not answer."""
+    from osprey.eval.public_suites import PUBLIC
+    from osprey.eval.suites import load_suite
+    from osprey.hub_cards.reach import go_offline_without_network
+
+    if suite.lower() in PUBLIC:
+        go_offline_without_network()  # before `datasets` is imported, which copies the setting
+    return load_suite(suite, limit)
 
 
 def check_arguments(arguments: BenchArguments) -> None:

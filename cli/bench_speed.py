@@ -60,12 +60,11 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers.utils import logging
 
-    from osprey.cli.bench import environment
+    from osprey.cli.bench import environment, load_items
     from osprey.cli.generate import find_drafter
-    from osprey.eval.suites import load_suite
 
     logging.disable_progress_bar()
-    items = load_suite(arguments.suite, arguments.limit)
+    items = load_items(arguments.suite, arguments.limit)
     drafter = find_drafter(arguments.drafter)  # refused before a target is fetched
     runs = []
     for run in all_runs(arguments, drafter, items):

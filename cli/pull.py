@@ -9,6 +9,7 @@ from pathlib import Path
 from osprey.cli.arguments import parse
 from osprey.hub_cards.layout import PULL_RECORD
 from osprey.hub_cards.pull import pull, pull_for_target
+from osprey.hub_cards.reach import go_offline_without_network
 from osprey.train.checkpoints import atomic_folder, write_json
 
 
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> int:
     arguments, as_json = parse(PullArguments, argv, "osprey pull", __doc__, positional="name")
     if (arguments.name is None) == (arguments.target is None):
         raise ValueError("give either the name of a repo (ORG/NAME) or --target MODEL; `osprey zoo` lists both.")
+    go_offline_without_network()
     if arguments.name is not None:
         pulled = pull(arguments.name, arguments.revision)
     else:

@@ -5,6 +5,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 
 from osprey.cli.arguments import parse
+from osprey.hub_cards.reach import go_offline_without_network
 from osprey.hub_cards.zoo import ZooEntry, zoo
 
 HEADER = ("name", "kind", "for / from", "MAL", "commit", "where")
@@ -18,6 +19,7 @@ class ZooArguments:
 
 def main(argv: list[str]) -> int:
     arguments, as_json = parse(ZooArguments, argv, "osprey zoo", __doc__)
+    go_offline_without_network()
     entries, reached = zoo(arguments.target, arguments.folders)
     if not reached:
         print("The Hub cannot be reached: this is what lies on this machine.", file=sys.stderr)

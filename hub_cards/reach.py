@@ -1,5 +1,9 @@
-"""Whether the Hub can be reached at all: one short question, where the client would try again for half a minute."""
+"""Whether the Hub can be reached at all: one short question, where the client would try again for half a minute.
 
+For command-line verbs alone, which end with their process: a library must not set this for the program that calls it.
+"""
+
+import sys
 from functools import lru_cache
 
 from huggingface_hub import constants
@@ -11,15 +15,21 @@ SECONDS = 5
 
 def go_offline_without_network() -> None:
     """Does to this process what `HF_HUB_OFFLINE=1` would where the Hub does not answer: caches serve, at once."""
-    if not constants.HF_HUB_OFFLINE and not answers(constants.ENDPOINT):
-        constants.HF_HUB_OFFLINE = True
+    if constants.HF_HUB_OFFLINE or answers(constants.ENDPOINT):
+        return
+    constants.HF_HUB_OFFLINE = True
+    print(f"No answer from the Hub ({constants.ENDPOINT}): going on with its local cache alone.", file=sys.stderr)
 
 
-@lru_cache
 def answers(endpoint: str) -> bool:
-    """Asked once a process, through the client's own session, whose proxies and certificates hold."""
     try:
-        get_session().head(endpoint, timeout=SECONDS)
+        ask(endpoint)
     except HTTPError:
         return False
     return True
+
+
+@lru_cache  # which keeps no exception: where nothing answered, the next call asks again
+def ask(endpoint: str) -> None:
+    """Through the client's own session, whose proxies and certificates hold."""
+    get_session().head(endpoint, timeout=SECONDS)

@@ -6,15 +6,14 @@ from contextlib import contextmanager
 from huggingface_hub import errors
 from huggingface_hub.errors import HTTPError  # of the HTTP library that the client uses
 
-from osprey.hub_cards.reach import go_offline_without_network
-
+# By name, since the library that they are of is another one from version 2 of the client on.
+UNREACHABLE = ("ConnectError", "ConnectTimeout", "ProxyError")
 SIGN_IN = "run `hf auth login`, or set HF_TOKEN to a token of https://huggingface.co/settings/tokens"
 
 
 @contextmanager
 def hub_sentences(repo: str, revision: str | None = None) -> Iterator[None]:
     """Turns whatever the client raises about `repo` into a `ValueError` or an `OSError` of one sentence."""
-    go_offline_without_network()
     try:
         yield
     except errors.HFValidationError as error:
@@ -28,8 +27,8 @@ def hub_sentences(repo: str, revision: str | None = None) -> Iterator[None]:
 
 def explain(error: BaseException, repo: str, revision: str | None = None) -> str | None:
     """The sentence for an error of the client, None where it is not the Hub's."""
-    wrappers = (RuntimeError, errors.LocalEntryNotFoundError, errors.RevisionResolutionError)
-    if isinstance(error, wrappers) and isinstance(error.__cause__, HTTPError):  # an upload, or a look into the cache
+    not_cached = isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError))
+    if (not_cached or isinstance(error, RuntimeError)) and isinstance(error.__cause__, HTTPError):  # an upload's
         error = error.__cause__
     if isinstance(error, errors.LocalTokenNotFoundError):
         return f"pushing to {repo} needs a token, and there is none: {SIGN_IN}."
@@ -41,11 +40,16 @@ def explain(error: BaseException, repo: str, revision: str | None = None) -> str
         return f"{repo} has no revision {revision!r}: name a branch, a tag (v1, v2, ...) or a commit hash of it."
     if isinstance(error, errors.HfHubHTTPError):
         return _explain_status(error, repo)
-    if isinstance(error, (*wrappers[1:], errors.OfflineModeIsEnabled)):
+    unreachable = type(error).__name__ in UNREACHABLE
+    if not_cached and (unreachable or not isinstance(error, HTTPError)):
         return (
             f"{repo}{f' at {revision}' if revision else ''} is not (wholly) in the local cache, and the Hub cannot be "
             "reached: unset HF_HUB_OFFLINE if it is set, check the network, and run again."
         )
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return f"the Hub cannot be reached for {repo}: HF_HUB_OFFLINE is set; unset it, and run again."
+    if unreachable:
+        return f"the Hub cannot be reached for {repo} ({type(error).__name__}): check the network, and run again."
     if isinstance(error, HTTPError) or "Consistency check failed" in str(error):
         return f"the connection to the Hub broke ({type(error).__name__}) at {repo}: run again; what is done is kept."
     return None

@@ -50,20 +50,17 @@ def export(drafter_path: str, to: str, folder: Path, tokenizer_pre: str = "defau
     dtype = OspreyConfig.from_pretrained(drafter_path).dtype or torch.float32
     drafter = OspreyDrafter.from_pretrained(drafter_path, dtype=torch.float32).eval()
     if to == "vllm":
-        config, tensors = vllm_layout(drafter)
+        write_checkpoint(*vllm_layout(drafter), folder, dtype)
+        difference = check_rebuilt(drafter, folder)
     elif to == "sglang":
-        config, tensors = sglang_layout(drafter)
+        write_checkpoint(*sglang_layout(drafter), folder, dtype)
+        difference = check_rebuilt(drafter, folder)
     elif to == "causal-lm":
         write_causal_lm(drafter, drafter_path, folder, dtype)
         difference = check_causal_lm(drafter, folder)
-    elif to == "gguf":
+    else:  # gguf: the command line takes `FORMATS` only
         write_gguf(drafter, drafter_path, folder / GGUF_NAME, dtype, tokenizer_pre)
         difference = check_gguf(drafter, drafter_path, folder)
-    else:
-        raise ValueError(f"there is no export to {to!r}; the formats are {', '.join(FORMATS)}.")
-    if to in ("vllm", "sglang"):
-        write_checkpoint(config | {"dtype": str(dtype).removeprefix("torch.")}, tensors, folder, dtype)
-        difference = check_rebuilt(drafter, folder)
     return {"to": to, "dtype": str(dtype).removeprefix("torch."), "largest_logit_difference": difference}
 
 
@@ -89,11 +86,16 @@ def sglang_layout(drafter: OspreyDrafter) -> tuple[dict[str, Any], dict[str, Ten
     """
     ours = drafter.config
     family = ours.backbone_model_type
-    plain_bias = ours.attention_bias == ours.attention_output_bias
-    if family not in SGLANG_ARCHITECTURES or not plain_bias or ours.no_rope_layers is not None:
+    obstacles = {
+        f"of family {family}": family not in SGLANG_ARCHITECTURES,
+        "with biases in some of the attention's projections only": ours.attention_bias != ours.attention_output_bias,
+        "without rotary positions in some layers": 0 in (ours.no_rope_layers or ()),
+    }
+    found = [name for name, there in obstacles.items() if there]
+    if found:
         raise ValueError(
-            f"EAGLE-3 checkpoints for SGLang hold llama and qwen3 blocks, but this drafter's are {family}: serve it "
-            "with vLLM, or export it as causal-lm."
+            f"This drafter's blocks are {', '.join(found)}, but EAGLE-3 checkpoints for SGLang hold plain llama and "
+            "qwen3 blocks: serve it with vLLM, or export it as causal-lm."
         )
     rope = dict(ours.rope_parameters)
     theta = rope.pop("rope_theta")
@@ -130,6 +132,7 @@ def sglang_layout(drafter: OspreyDrafter) -> tuple[dict[str, Any], dict[str, Ten
 
 def write_checkpoint(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
     """`config.json` and `model.safetensors`; floating-point tensors are stored as `dtype`."""
+    config = config | {"dtype": str(dtype).removeprefix("torch.")}
     stored = {n: t.detach().to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
     save_file({n: t.clone().contiguous() for n, t in stored.items()}, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -3,13 +3,16 @@
     python -m osprey.serving.measure TARGET --drafter DRAFTER [--draft-model CAUSAL_LM] --prompts PROMPTS.jsonl
 
 Runs anywhere, with the standard library alone; `--serve` says how vLLM is started there. Each engine is started once,
-answers some prompts to warm up, and then all of them at each concurrency. Greedy. *MAL* is 1 + accepted tokens /
-drafts, from the server's own counters, pooled over all requests.
+answers some prompts to warm up, and then all of them at each concurrency, without a prefix cache, which would spare
+all levels but the first their prefills. Greedy. *MAL* is 1 + accepted tokens / drafts, from the server's own counters,
+pooled over all requests.
 """
 
 import argparse
 import json
+import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 START_SECONDS = 1800  # importing vLLM takes minutes on a busy machine
@@ -31,21 +33,27 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("target")
     parser.add_argument("--drafter", help="Osprey drafter (method eagle3)")
     parser.add_argument("--draft-model", help="causal-lm export (method draft_model)")
-    parser.add_argument("--prompts", required=True, help="JSONL with `turns`; the first turn is asked")
-    parser.add_argument("--limit", type=int, help="only that many prompts")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--prompts", required=True, help="JSONL with `turns`, whose first is asked, or `prompt`")
+    parser.add_argument("--limit", type=positive, help="only that many prompts, taken spread over the file")
+    parser.add_argument("--concurrency", type=positive, nargs="+", default=[1, 4, 16])
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--serve", default="vllm serve {target}", help="the command that starts vLLM, as one text")
     parser.add_argument("--port", type=int, default=8077)
-    parser.add_argument("--json", help="write everything, texts included, to this file")
+    parser.add_argument("--json", help="write everything, texts included, to this file, after each engine")
     return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is too small, it must be at least 1")
+    return number
 
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    rows = [json.loads(line) for line in Path(args.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
-    prompts = [row["turns"][0] for row in rows][: args.limit]
+    prompts = spread(load_prompts(Path(args.prompts)), args.limit)
     results: dict[str, Any] = {}
     for name, method, model in (
         ("none", None, None),
@@ -58,9 +66,45 @@ def main(argv: list[str] | None = None) -> int:
         with server(args, speculation if method else None) as url:
             results[name] = measure_engine(url, args, prompts)
         print_engine(name, results[name], results["none"])
-    if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        if args.json:  # after each, so that an engine which does not start costs no other its figures
+            write_json(Path(args.json), results)
     return 0
+
+
+def load_prompts(path: Path) -> list[str]:
+    """The first turn of each row. Raises `ValueError` naming the line where a row has none."""
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            message = f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})."
+            raise ValueError(message) from error
+        turns = row.get("turns", [row.get("prompt")]) if isinstance(row, dict) else None
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+            raise ValueError(f"{path}, line {number}: a row needs `turns`, a list of texts, or the text `prompt`.")
+        prompts.append(turns[0])
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts.")
+    return prompts
+
+
+def spread(values: list[str], limit: int | None) -> list[str]:
+    """As `osprey.eval.suites.spread`, which brings more than the standard library along."""
+    if limit is None or limit >= len(values):
+        return values
+    return [values[(2 * index + 1) * len(values) // (2 * limit)] for index in range(limit)]
+
+
+def write_json(path: Path, results: dict[str, Any]) -> None:
+    work = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        work.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(work, path)
+    finally:
+        work.unlink(missing_ok=True)
 
 
 def measure_engine(url: str, args: argparse.Namespace, prompts: list[str]) -> list[dict[str, Any]]:
@@ -111,7 +155,7 @@ def run_prompts(url: str, args: argparse.Namespace, prompts: list[str], concurre
 
 
 def counters(url: str) -> dict[str, float]:
-    """The server's speculation counters; those by position are named `counter|position`."""
+    """The server's speculation counters, summed over its engines; those by position are named `counter|position`."""
     with urlopen(f"{url}/metrics") as response:
         lines = response.read().decode().splitlines()
     found: dict[str, float] = {}
@@ -120,19 +164,23 @@ def counters(url: str) -> dict[str, float]:
         if name in (DRAFTS, ACCEPTED, ACCEPTED_BY_POSITION):
             labels, _, value = rest.rpartition("}")
             position = labels.partition('position="')[2].partition('"')[0]
-            found[f"{name}|{position}" if name == ACCEPTED_BY_POSITION else name] = float(value)
+            key = f"{name}|{position}" if name == ACCEPTED_BY_POSITION else name
+            found[key] = found.get(key, 0.0) + float(value)  # data-parallel engines differ by the label `engine`
     return found
 
 
 @contextmanager
 def server(args: argparse.Namespace, speculation: dict[str, Any] | None) -> Iterator[str]:
     """The server's address, once it answers; the server ends with the block."""
-    command = [word.replace("{target}", args.target) for word in shlex.split(args.serve)] + ["--port", str(args.port)]
+    url = f"http://127.0.0.1:{args.port}"
+    if is_taken(args.port):  # its answers would be taken for ours
+        raise OSError(f"something answers at {url} already: stop it, or give another --port.")
+    command = [word.replace("{target}", args.target) for word in shlex.split(args.serve)]
+    command += ["--port", str(args.port), "--no-enable-prefix-caching"]
     if speculation is not None:
         command += ["--speculative-config", json.dumps(speculation)]
     print("+", shlex.join(command), file=sys.stderr)
     process = subprocess.Popen(command, stdout=2)  # our own output is the figures
-    url = f"http://127.0.0.1:{args.port}"
     try:
         deadline = time.monotonic() + START_SECONDS
         while not answers_at(url):
@@ -155,8 +203,16 @@ def answers_at(url: str) -> bool:
     try:
         with urlopen(f"{url}/health", timeout=5) as response:
             return response.status == 200
-    except (URLError, OSError):
+    except OSError:
         return False
+
+
+def is_taken(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def print_engine(name: str, records: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:

@@ -82,4 +82,5 @@ def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
 
 
 def is_hub_id(name: str) -> bool:
+    """As in `osprey.modeling.target_osprey`, which cannot be imported here either."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not os.path.isdir(name)

@@ -20,7 +20,7 @@ from transformers import (
 
 from osprey.cli.main import main
 from osprey.modeling import OspreyConfig, OspreyDrafter
-from osprey.serving.export import export
+from osprey.serving.export import export, write_checkpoint
 from osprey.serving.rebuild import check_rebuilt
 
 SHORTLIST = [1, 2, 3, 7, 8, 20, 47]
@@ -192,13 +192,20 @@ def test_weights_keep_their_dtype(tmp_path):
     assert tensors["t2d"].nonzero()[:, 0].tolist() == SHORTLIST
 
 
+def test_what_is_no_json_is_not_written_as_text(tmp_path):
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write_checkpoint({"stray": torch.float32}, {}, tmp_path, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("to", "changes", "message"),
     [
         ("causal-lm", {"shortlist": SHORTLIST}, "a head of its own for 7 of 48 tokens"),
         ("gguf", {"shortlist": SHORTLIST}, "a head of its own for 7 of 48 tokens"),
         ("causal-lm", {"backbone_model_type": "mamba"}, "of family 'mamba'"),
-        ("sglang", {"backbone_model_type": "qwen2", "attention_bias": True}, "llama and qwen3 blocks"),
+        ("sglang", {"backbone_model_type": "qwen2", "attention_bias": True}, "of family qwen2, with biases in some"),
+        ("sglang", {"attention_bias": True}, "blocks are with biases in some of the attention's projections only,"),
+        ("sglang", {"no_rope_layers": [1, 0]}, "blocks are without rotary positions in some layers,"),
         ("gguf", YARN, "with yarn rotary positions"),
         ("gguf", {"attention_bias": True}, "with biases"),
         ("gguf", QK_NORM, "with heads of 8 instead of 128"),

@@ -6,7 +6,7 @@ import pytest
 from bytes_tokenizer import VOCABULARY, bytes_tokenizer
 from tiny import tiny_drafter, tiny_target
 
-from osprey.modeling import vocabulary_sha256
+from osprey.modeling import target_osprey, vocabulary_sha256
 from osprey.serving import startup
 from osprey.serving.startup import check_start_up
 from osprey.serving.vllm_config import OspreyVllmConfig
@@ -100,3 +100,11 @@ def test_a_config_with_a_gap_is_refused_where_vllm_reads_it(key):
 def test_hashes_agree_with_those_in_drafters():
     for tokenizer in (bytes_tokenizer(), other_tokenizer()):
         assert startup.vocabulary_sha256(tokenizer.get_vocab()) == vocabulary_sha256(tokenizer)
+
+
+def test_both_agree_on_what_is_a_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "folder").mkdir(parents=True)
+    names = ("org/target", "org/folder", "target", "org/target/sub", "./target", "/target", "~/target", "")
+    found = [name for name in names if startup.is_hub_id(name)]
+    assert found == [name for name in names if target_osprey.is_hub_id(name)] == ["org/target"]
