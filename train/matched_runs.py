@@ -37,7 +37,7 @@ class MatchedArguments:
         metadata={
             "help": "NAME=FOLDER of untrained drafters, first the one that others are compared with; `{seed}` in a "
             "folder's name stands for the seed; NAME=FOLDER@STEPS is trained for another number of steps, at the "
-            "rate found for the same folder without"
+            "rate found for the same folder without, and NAME=FOLDER@0 is measured as it is"
         }
     )
     features: list[str] = field(metadata={"help": "feature folders that all are trained on"})
@@ -89,16 +89,19 @@ def matched_runs(matched: MatchedArguments, config: OspreyDistillationConfig) ->
         write_json(path, results)
 
     best: dict[str, float] = {}  # by folder
+    results["chosen"] = {}
     for arm in sorted(arms, key=lambda arm: arm.steps is not None):
-        if arm.folder not in best:
+        if arm.folder not in best and arm.steps != 0:
             swept = {}
             for rate in own_rates.get(arm.name, matched.learning_rates):
                 done = run_once(results, path, arm, rate, matched.seeds[0], config, (train, held_out, test))
                 swept[rate] = done["held_out"]["eval_mal"]
             best[arm.folder] = max(swept, key=swept.__getitem__)
+        rate = 0.0 if arm.steps == 0 else best[arm.folder]
         for seed in matched.seeds:
-            run_once(results, path, arm, best[arm.folder], seed, config, (train, held_out, test))
-    results["chosen"] = {arm.name: best[arm.folder] for arm in arms}
+            run_once(results, path, arm, rate, seed, config, (train, held_out, test))
+        results["chosen"][arm.name] = rate
+    results["chosen"] = {arm.name: results["chosen"][arm.name] for arm in arms}
     write_json(path, results)
     return results
 
@@ -127,7 +130,7 @@ def run_once(
     """The run of `results` at this rate and with this seed, trained and written to `path` where it is missing."""
     key = f"{arm.name} {rate:g} {seed}"
     folder = arm.folder.replace("{seed}", str(seed))
-    made_from = {"drafter": drafter_sha256(folder), "max_steps": arm.steps or config.max_steps}
+    made_from = {"drafter": drafter_sha256(folder), "max_steps": config.max_steps if arm.steps is None else arm.steps}
     done = results["runs"].get(key, {})
     if {"drafter": done.get("drafter"), "max_steps": done.get("max_steps", done.get("steps"))} != made_from:
         logger.info("%s: learning rate %g, seed %d", arm.name, rate, seed)
@@ -145,7 +148,7 @@ def check_arms(arms: list[Arm], own_rates: dict[str, list[float]]) -> None:
     if len(by_name) < len(arms):
         raise ValueError(f"--arms: two arms have one name among {', '.join(arm.name for arm in arms)}: rename one.")
     swept: dict[str, str] = {}
-    for arm in sorted(arms, key=lambda arm: arm.steps is not None):
+    for arm in sorted((arm for arm in arms if arm.steps != 0), key=lambda arm: arm.steps is not None):
         first = swept.setdefault(arm.folder, arm.name)
         if first != arm.name and arm.name in own_rates:
             raise ValueError(
@@ -157,7 +160,7 @@ def parse_arm(text: str) -> Arm:
     match = ARM.fullmatch(text)
     if match is None:
         raise ValueError(f"--arms: {text!r} is not NAME=FOLDER or NAME=FOLDER@STEPS.")
-    return Arm(match["name"], match["folder"], int(match["steps"]) if match["steps"] else None)
+    return Arm(match["name"], match["folder"], int(match["steps"]) if match["steps"] is not None else None)
 
 
 def parse_rates(texts: list[str], names: set[str]) -> dict[str, list[float]]:
@@ -176,13 +179,14 @@ def parse_rates(texts: list[str], names: set[str]) -> dict[str, list[float]]:
 def train_and_test(
     folder: str, config: OspreyDistillationConfig, train: RowSubset, held_out: RowSubset, test: FeatureDataset
 ) -> dict[str, Any]:
-    """One run: what it took, its acceptance on held-out rows, and its rounds on each test answer."""
+    """One run (of no steps, the drafter as it is): what it took, its acceptance on held-out rows and test answers."""
     drafter = load_drafter(folder)
-    if config.whiten_context:
+    if config.whiten_context and config.max_steps:
         whiten_context(drafter, train)
     trainer = OspreyDistillationTrainer(drafter, config, train, held_out)
     start = time.perf_counter()
-    trainer.train()
+    if config.max_steps:
+        trainer.train()
     seconds = time.perf_counter() - start
     simulated, _ = trainer.simulate(test)
     return {

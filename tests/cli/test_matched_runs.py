@@ -82,6 +82,15 @@ def test_a_run_of_some_steps_is_no_run_of_whole_epochs(line, monkeypatch):
     assert trained == [2, -1]
 
 
+def test_a_drafter_is_measured_as_it_is(line, monkeypatch, capsys):
+    monkeypatch.setattr(matched_runs.OspreyDistillationTrainer, "train", lambda _: pytest.fail("trained"))
+    monkeypatch.setattr(matched_runs, "whiten_context", lambda *_: pytest.fail("changed"))
+    arms = [f"{name}={line}/{name}@0" for name in ("eagle-0", "eagle-1")]
+    assert main([*command(line), "--arms", *arms, f"same={line}/eagle-0@0"]) == 0
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])["arms"]
+    assert measured["eagle-0"]["steps"] == 0 and measured["eagle-0"]["groups"] == measured["same"]["groups"]
+
+
 def test_another_recipe_or_a_bad_arm_is_refused(line):
     shutil.rmtree(line / "eagle-1")
     with pytest.raises(OSError, match="eagle-1"):
