@@ -29,7 +29,8 @@ def test_every_draft_setting_is_read(folder):
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_training_record_has_every_stage_and_no_local_path(folder):
     text = (folder / "training.json").read_text()
-    assert [stage["stage"] for stage in json.loads(text)["stages"]][:4] == ["prune", "pretrain", "convert", "distill"]
+    stages = [stage["stage"] for stage in json.loads(text)["stages"]]
+    assert list(dict.fromkeys(stages)) == ["prune", "pretrain", "convert", "distill"]  # some of them in several legs
     assert "/root" not in text and "/home" not in text and "/work" not in text
 
 
