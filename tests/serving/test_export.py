@@ -234,3 +234,12 @@ def test_command(tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
     assert main(["export", drafter, "--to", "tensorrt", "--out", out]) == 1
     assert "invalid choice" in capsys.readouterr().err
+
+
+def test_an_export_does_not_replace_its_drafter(tmp_path, capsys):
+    drafter = drafter_of("full, tied", tmp_path / "drafter")
+    before = sorted(path.name for path in (tmp_path / "drafter").iterdir())
+    for out in (drafter, str(tmp_path)):
+        assert main(["export", drafter, "--to", "vllm", "--out", out, "--overwrite"]) == 1
+        assert "is or holds the drafter itself: give the export a folder of its own" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "drafter").iterdir()) == before
