@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+from osprey.eval.suites import spread  # which brings no more than the standard library along
+
 START_SECONDS = 1800  # importing vLLM takes minutes on a busy machine
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
 ACCEPTED_BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
@@ -89,13 +91,6 @@ def load_prompts(path: Path) -> list[str]:
     if not prompts:
         raise ValueError(f"{path} holds no prompts.")
     return prompts
-
-
-def spread(values: list[str], limit: int | None) -> list[str]:
-    """As `osprey.eval.suites.spread`, which brings more than the standard library along."""
-    if limit is None or limit >= len(values):
-        return values
-    return [values[(2 * index + 1) * len(values) // (2 * limit)] for index in range(limit)]
 
 
 def write_json(path: Path, results: dict[str, Any]) -> None:

@@ -89,7 +89,6 @@ def matched_runs(matched: MatchedArguments, config: OspreyDistillationConfig) ->
         write_json(path, results)
 
     best: dict[str, float] = {}  # by folder
-    results["chosen"] = {}
     for arm in sorted(arms, key=lambda arm: arm.steps is not None):
         if arm.folder not in best and arm.steps != 0:
             swept = {}
@@ -100,8 +99,7 @@ def matched_runs(matched: MatchedArguments, config: OspreyDistillationConfig) ->
         rate = 0.0 if arm.steps == 0 else best[arm.folder]
         for seed in matched.seeds:
             run_once(results, path, arm, rate, seed, config, (train, held_out, test))
-        results["chosen"][arm.name] = rate
-    results["chosen"] = {arm.name: results["chosen"][arm.name] for arm in arms}
+    results["chosen"] = {arm.name: 0.0 if arm.steps == 0 else best[arm.folder] for arm in arms}
     write_json(path, results)
     return results
 
@@ -144,8 +142,7 @@ def run_once(
 
 def check_arms(arms: list[Arm], own_rates: dict[str, list[float]]) -> None:
     """Raise `ValueError` for two arms of one name, and for rates of an arm whose folder has been swept before it."""
-    by_name = {arm.name: arm for arm in arms}
-    if len(by_name) < len(arms):
+    if len({arm.name for arm in arms}) < len(arms):
         raise ValueError(f"--arms: two arms have one name among {', '.join(arm.name for arm in arms)}: rename one.")
     swept: dict[str, str] = {}
     for arm in sorted((arm for arm in arms if arm.steps != 0), key=lambda arm: arm.steps is not None):
