@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
+SHORT_TEXT = 1024  # tokens up to which a text costs alike; from there on for each doubling
 SCHEDULE_ROUNDS = 6  # a pair's first: twice the longest draft, none, one token, to measure what each costs
 RECENT = 9  # measurements of a kind that count
 PLAIN_EVERY = 64  # rounds without a plain step after which one stands in for a draft, to be measured again
@@ -68,15 +69,11 @@ class DraftingRate:
         return per_second(self.tokens, self.seconds)
 
 
-class PairStatistics:
-    """What the `generate` calls of one target with one drafter have measured on this machine, in seconds and tokens.
-
-    Threads may share it: each value is replaced as a whole, and one lost sample of many does not matter.
-    """
+class Costs:
+    """What rounds behind texts of about one length have taken, in seconds."""
 
     def __init__(self):
         self.samples: dict[Hashable, deque[float]] = {}  # seconds: "first", "next", or the width of a verification
-        self.drafted, self.copied = AcceptanceRates(), AcceptanceRates()
         self.scheduled = 0  # rounds of the schedule that are done
         self.since_plain = 0  # rounds since the last plain step
         self.spent = self.lost = 0.0  # seconds of all rounds, and those that trials lost against the best known
@@ -116,6 +113,21 @@ class PairStatistics:
         return self.seconds("first") + (length - 1) * self.seconds("next") + self.verification(length + 1)
 
 
+class PairStatistics:
+    """What the `generate` calls of one target with one drafter have measured on this machine.
+
+    Threads may share it: each value is replaced as a whole, and one lost sample of many does not matter.
+    """
+
+    def __init__(self):
+        self.drafted, self.copied = AcceptanceRates(), AcceptanceRates()
+        self.costs: dict[int, Costs] = {}
+
+    def at(self, length: int) -> Costs:
+        """Costs behind `length` tokens: attention makes every row dearer, the target's more than the drafter's."""
+        return self.costs.setdefault((length // SHORT_TEXT).bit_length(), Costs())
+
+
 _pairs: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, PairStatistics]] = WeakKeyDictionary()
 _pairs_lock = threading.Lock()
 
@@ -136,7 +148,7 @@ class FixedDraftLength:
         self.longest, self.threshold = longest, threshold
         self.needs_probabilities = threshold > 0
 
-    def start_round(self) -> None:
+    def start_round(self, length: int) -> None:
         pass
 
     def plan(self, match_size: int, copied: int) -> tuple[int, int]:
@@ -170,17 +182,21 @@ class AdaptiveDraftLength:
     def __init__(self, pair: PairStatistics, longest: int, clock: Callable[[], float] = time.perf_counter):
         self.pair, self.longest, self.clock = pair, longest, clock
         self.copied = AcceptanceRates()  # of this text: another says nothing about it
-        self.drafting = replace(pair.drafting, rounds=min(pair.drafting.rounds, START_WEIGHT))
+        self.costs: Costs | None = None  # at the present length of the text
         self.idle_rounds = 0  # since the last draft
         self.explores = False  # whether this round tries what has not paid
         self.probe_after = 2
         self.verifying_since: float | None = None
         self.kinds: list[Hashable] = []
 
-    def start_round(self) -> None:
-        """To be called when a verification is over."""
+    def start_round(self, length: int) -> None:
+        """To be called when a verification is over and the text has `length` tokens."""
         if self.verifying_since is not None:
-            self.pair.add_seconds(len(self.kinds) + 1, self.clock() - self.verifying_since)
+            self.costs.add_seconds(len(self.kinds) + 1, self.clock() - self.verifying_since)
+        costs = self.pair.at(length)
+        if costs is not self.costs:
+            self.costs = costs
+            self.drafting = replace(costs.drafting, rounds=min(costs.drafting.rounds, START_WEIGHT))
         self.kinds, self.drafts = [], False  # kinds of the tokens in this round's draft
 
     def end_round(self) -> None:
@@ -189,19 +205,19 @@ class AdaptiveDraftLength:
 
     def plan(self, match_size: int, copied: int) -> tuple[int, int]:
         """Of `copied` tokens that followed a match of `match_size`, how many to copy, and how many to draft."""
-        if self.pair.scheduled < SCHEDULE_ROUNDS:
-            self.limit, self.is_scheduled = (self.longest, 0, 1)[self.pair.scheduled % 3], True
-            self.pair.scheduled += 1
+        if self.costs.scheduled < SCHEDULE_ROUNDS:
+            self.limit, self.is_scheduled = (self.longest, 0, 1)[self.costs.scheduled % 3], True
+            self.costs.scheduled += 1
             self.explores = False
             return 0, self.limit
         self.limit, self.is_scheduled = self.longest, False
-        best, may_explore = self.best_rate(), self.pair.may_explore()
+        best, may_explore = self.best_rate(), self.costs.may_explore()
         length, copying_rate = self.plan_copy(match_size, copied)
         self.explores = copying_rate < best
         if length and (not self.explores or may_explore):
             self.kinds = [(match_size, place > 0) for place in range(length)]
             return length, 0
-        if self.pair.since_plain >= PLAIN_EVERY:
+        if self.costs.since_plain >= PLAIN_EVERY:
             self.explores = False
             return 0, 0
         is_known = self.drafting.rounds >= START_WEIGHT
@@ -217,7 +233,7 @@ class AdaptiveDraftLength:
     def plan_copy(self, match_size: int, available: int) -> tuple[int, float]:
         """How many of `available` tokens pay, and the tokens a second that copying them gives."""
         chance, emitted, length = 1.0, 1.0, 0
-        best, row, two_rows = self.best_rate(), self.pair.row(), self.pair.verification(2)
+        best, row, two_rows = self.best_rate(), self.costs.row(), self.costs.verification(2)
         while length < available:
             kind = (match_size, length > 0)
             chance *= self.copied.chance(kind, self.pair.copied.chance(kind, COPY_PRIOR))
@@ -225,11 +241,11 @@ class AdaptiveDraftLength:
             if length > 0 and chance <= row * max(best, per_second(emitted, two_rows + (length - 1) * row)):
                 break
             emitted, length = emitted + chance, length + 1
-        return length, per_second(emitted, self.pair.verification(length + 1))
+        return length, per_second(emitted, self.costs.verification(length + 1))
 
     def best_rate(self) -> float:
         """Tokens a second of drafting or of plain steps, whichever gives more."""
-        return max(self.drafting.per_second(), per_second(1.0, self.pair.seconds(1)))
+        return max(self.drafting.per_second(), per_second(1.0, self.costs.seconds(1)))
 
     def start_draft(self, positions: int) -> None:
         """`positions`: how many the drafter's first step runs over; a prompt's time says nothing of later rounds."""
@@ -240,14 +256,14 @@ class AdaptiveDraftLength:
         """Whether to draft another token; to be called after each, with what the drafter thinks of it."""
         now = self.clock()
         if self.step_since is not None:
-            self.pair.add_seconds("next" if self.kinds else "first", now - self.step_since)
+            self.costs.add_seconds("next" if self.kinds else "first", now - self.step_since)
         self.step_since = now
         bucket = min(int(probability * 10), 9)
         self.kinds.append(bucket)
         self.chance *= self.pair.drafted.chance(bucket, (bucket + 0.5) / 10)
         if self.is_scheduled or len(self.kinds) >= self.limit:
             return len(self.kinds) < self.limit
-        cost = self.pair.seconds("next") + self.pair.row()
+        cost = self.costs.seconds("next") + self.costs.row()
         return self.chance * self.pair.drafted.chance("any", 0.5) > self.best_rate() * cost
 
     def verified(self, accepted: int) -> None:
@@ -258,14 +274,14 @@ class AdaptiveDraftLength:
             if self.drafts:
                 self.pair.drafted.add("any", place < accepted)
         length, best = len(self.kinds), self.best_rate()
-        self.pair.since_plain = self.pair.since_plain + 1 if length else 0
-        seconds = self.pair.round(length) if self.drafts else self.pair.verification(length + 1)
-        self.pair.spent += seconds
+        self.costs.since_plain = self.costs.since_plain + 1 if length else 0
+        seconds = self.costs.round(length) if self.drafts else self.costs.verification(length + 1)
+        self.costs.spent += seconds
         if self.explores and best > 0:
-            self.pair.lost = max(self.pair.lost + seconds - (accepted + 1) / best, 0.0)
+            self.costs.lost = max(self.costs.lost + seconds - (accepted + 1) / best, 0.0)
         if self.drafts and not self.is_scheduled:
             self.drafting.add(accepted + 1, seconds, MEMORY)
-            self.pair.drafting.add(accepted + 1, seconds, FORGET)
+            self.costs.drafting.add(accepted + 1, seconds, FORGET)
 
 
 def per_second(tokens: float, seconds: float) -> float:

@@ -7,14 +7,12 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb, eager_attention_forward
 
+from .attention_osprey import FEW_POSITIONS, attend_in_groups
 from .configuration_osprey import OspreyConfig
-
-FEW_POSITIONS = 16  # as many as a verification makes known at once, and fewer than where copying keys is cheap
 
 
 def stack_linears(*linears: nn.Linear) -> nn.Linear:
@@ -94,19 +92,14 @@ class OspreyAttention(nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
         """What the heads read, `[B, T, heads, head_dim]`; without a mask each position sees itself and all before."""
-        implementation, (batch, heads, length, head_dim) = self.config._attn_implementation, query.shape
+        implementation, (batch, heads, length, _) = self.config._attn_implementation, query.shape
         has_few = length == 1 if attention_mask is None else length <= FEW_POSITIONS
         if has_few and implementation == "sdpa" and not self.training:
-            # Queries that share a key head become rows of it: transformers' general way copies the keys for each.
-            groups = self.num_key_value_groups
-            query = query.reshape(batch, -1, groups * length, head_dim)  # [B, kv heads, groups * T, head_dim]
-            mask = None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1)  # [B, 1, groups * T, S]
-            output = F.scaled_dot_product_attention(query, key, value, mask, scale=self.scaling)
-            return output.reshape(batch, heads, length, head_dim).transpose(1, 2)
+            return attend_in_groups(query, key, value, attention_mask, self.scaling)
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         dropout = self.config.attention_dropout if self.training else 0.0
         output, _ = attention(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling)
-        return output.reshape(batch, length, heads, head_dim)
+        return output.reshape(batch, length, heads, self.head_dim)
 
 
 class OspreyMLP(LlamaMLP):

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from osprey.train.data import check_file
 from osprey.train.examples import user_prompt_ids
-from osprey.train.grouped_attention import use_grouped_attention
 from osprey.train.jsonl import read_rows
 from osprey.train.precision import compute_dtype
 
@@ -71,7 +70,6 @@ def respond(arguments: RespondArguments) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = compute_dtype(arguments.precision, device)
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).to(device).eval()
-    use_grouped_attention(model)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target, padding_side="left")
     generator = torch.Generator(device).manual_seed(arguments.seed + len(answered))
 

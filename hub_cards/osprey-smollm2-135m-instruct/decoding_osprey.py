@@ -6,7 +6,7 @@ methods `osprey_check_target`, `osprey_decode` and `osprey_candidate_generator`.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -18,6 +18,8 @@ from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+
+from .attention_osprey import grouped_attention
 
 
 @dataclass
@@ -87,20 +89,19 @@ class AssistedCall(BaseStreamer):
         self.tokens_to_remove = 0
 
     def osprey_candidate_generator(self, target: PreTrainedModel, **kwargs) -> CandidateGenerator:
+        self.while_decoding.enter_context(grouped_attention(target))
         self.generator = self.drafter.osprey_candidate_generator(target, **kwargs)
         return self.generator
 
     def run(self, assisted_decoding: Callable, input_ids: torch.LongTensor, **kwargs) -> Any:
         """What `assisted_decoding` returns for this call, without what follows a stop inside the last draft."""
         kwargs |= {"stopping_criteria": self, "streamer": self if self.streamer is not None else None}
-        if self.cache is not None:
-            self.crop_cache = self.cache.crop
-            self.cache.crop = self.postpone_crop  # hides the method of this cache
-        try:
-            output = assisted_decoding(input_ids, assistant_model=self, **kwargs)
-        finally:
+        with ExitStack() as self.while_decoding:
             if self.cache is not None:
-                del self.cache.crop
+                self.crop_cache = self.cache.crop
+                self.cache.crop = self.postpone_crop  # hides the method of this cache
+                self.while_decoding.callback(delattr, self.cache, "crop")
+            output = assisted_decoding(input_ids, assistant_model=self, **kwargs)
         return self.crop_output(output)
 
     def postpone_crop(self, tokens_to_remove: int) -> None:

@@ -34,6 +34,7 @@ DEFAULT_ADAPTIVE_DRAFT_LENGTH = None  # where decoding is greedy: a sampled text
 DEFAULT_LOOKUP_NUM_TOKENS = 10
 DEFAULT_LOOKUP_NGRAM_SIZE = 2
 LONGEST_NGRAM = 5
+PROMPT_WINDOW = 1024  # last positions of a prompt that the drafter reads
 CHUNK = 512  # positions that the drafter runs over at once, and the most that wait for it
 
 
@@ -114,7 +115,7 @@ class OspreyCandidateGenerator(CandidateGenerator):
         if is_first_iteration:  # the target has not run yet, there is nothing to read
             self.model_kwargs_overrides |= self.uncached_inputs(input_ids, model_kwargs or {})
             return input_ids, None
-        self.policy.start_round()
+        self.policy.start_round(length)
         room = self.max_length - length - 1
         if room <= 0:
             return input_ids, None
@@ -240,7 +241,7 @@ class OspreyCandidateGenerator(CandidateGenerator):
         states = [model_outputs.hidden_states[i] for i in self.hidden_state_ids]
         is_first = self.num_cached == 0 and not self.unread
         if is_first:  # after `inputs_embeds` only the first generated token has an id
-            count = min(states[0].shape[1], input_ids.shape[1])
+            count = min(states[0].shape[1], input_ids.shape[1], PROMPT_WINDOW)
             states = [state[:, -count:] for state in states]
         else:
             count = n_last_matches + 1

@@ -23,7 +23,7 @@ class World:
         self.first, self.following, self.chances = first, following, chances
         self.confidence = confidence or (lambda chance: chance)  # what the drafter says where the truth is `chance`
         self.random, self.now = random.Random(seed), 0.0
-        self.pair = PairStatistics()
+        self.pair, self.length = PairStatistics(), 0  # of the text
         self.cold = set(cold)  # what takes three times as long at first: "first", "next", widths of verifications
 
     def wait(self, kind, seconds):
@@ -45,7 +45,7 @@ class World:
         policy = AdaptiveDraftLength(self.pair, longest, clock=lambda: self.now)
         tokens, start, done = 0, self.now, []
         for index in range(rounds):
-            policy.start_round()
+            policy.start_round(self.length)
             available = copies if copies and index % copies_every == 0 else 0
             copied, budget = policy.plan(4 if available else 0, available)
             chances = [copy_chance] * copied
@@ -90,6 +90,20 @@ def test_the_analytic_optimum(costs, chance):
         assert mean_rate > 0.98
     elif rates[best] > 1.15 * rates[0]:  # no near-tie with plain steps
         assert lengths.count(0) < 0.1 * len(lengths)
+
+
+def test_long_texts_have_costs_of_their_own():
+    """Short and long prompts in turn, where drafts pay in both and a long text's plain step costs four short ones."""
+    world = World(**COSTS["cheap rows"], chances=[0.7])
+    short = dict(vars(world))
+    dearer = {name: 4 * short[name] for name in ("plain", "rows", "row")}
+    for call in range(12):
+        vars(world).update({"length": 3000, **dearer} if call % 2 else {"length": 50, **{n: short[n] for n in dearer}})
+        _, done = world.run(30, 4)
+        if call > 3:
+            assert sum(drafted == 0 for _, drafted in done) <= 2, (call, done)
+    assert world.pair.at(3000) is world.pair.at(2048) is not world.pair.at(50)
+    assert world.pair.at(1023) is world.pair.at(50) is not world.pair.at(1024)
 
 
 def test_confidences_are_used_and_corrected():
@@ -225,7 +239,8 @@ def test_the_text_stays(family, lookup, ticking, monkeypatch):
         judged += sum(min(drafted, right + 1) for drafted, right in calls[0].rounds)  # up to the first rejected one
     assert {0, 1, 5} <= lengths
     pair = statistics_of(target, drafter)
-    assert pair.scheduled == controller_osprey.SCHEDULE_ROUNDS and {"first", "next", 1, 2, 6} <= pair.samples.keys()
+    costs = pair.at(0)
+    assert costs.scheduled == controller_osprey.SCHEDULE_ROUNDS and {"first", "next", 1, 2, 6} <= costs.samples.keys()
     assert lookup or pair.drafted.counts["any"][1] == judged
 
 
@@ -259,7 +274,7 @@ def test_off_is_off(flag, do_sample, measures):
     drafter = tiny_drafter(target)
     drafter.generation_config.adaptive_draft_length = flag
     target.generate(tiny_prompt(), max_new_tokens=24, assistant_model=drafter, do_sample=do_sample)
-    assert (statistics_of(target, drafter).samples != {}) == measures
+    assert (statistics_of(target, drafter).costs != {}) == measures
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -307,7 +322,7 @@ def test_threads_share_a_pair(monkeypatch):
     assert len(texts) == 9
     for text in texts:
         assert_same_text(target, plain, text)
-    samples = statistics_of(target, drafter).samples.values()
+    samples = statistics_of(target, drafter).at(0).samples.values()
     assert samples and all(math.isfinite(seconds) and seconds > 0 for recent in samples for seconds in recent)
 
 

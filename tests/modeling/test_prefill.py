@@ -36,7 +36,7 @@ def test_the_last_position_alone(kind):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("length", [1, 4, 16, 17])
+@pytest.mark.parametrize("length", [1, 4, 64, 65])
 def test_few_queries_read_what_many_do(length):
     """The short way through attention, at and past its limit, against the general one."""
     drafter = tiny_drafter(tiny_target())
@@ -70,6 +70,27 @@ def test_a_prefill_computes_what_is_read(monkeypatch):
     assert rows["fc"][:4] == rows["layers.0.mlp.up_proj"][:4] == [8, 8, 8, 5]
     assert rows["layers.1.self_attn.k_proj"][:9] == [7, 1, 7, 1, 7, 1, 4, 1, 1]
     assert set(rows["layers.1.self_attn.o_proj"] + rows["layers.1.mlp.up_proj"] + rows["lm_head"]) == {1}
+
+
+@pytest.mark.parametrize("chunk", [4, 32])
+def test_of_a_long_prompt_the_last_part_is_read(chunk, monkeypatch):
+    """Its last positions alone, counted from there; the drafter computes what it would for a prompt of just these."""
+    monkeypatch.setattr(generation_osprey, "CHUNK", chunk)
+    monkeypatch.setattr(generation_osprey, "PROMPT_WINDOW", 10)
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.generation_config.num_assistant_tokens = 2
+    prompt = tiny_prompt(29)
+    states = target(prompt, output_hidden_states=True).hidden_states
+    taps = torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)[:, -10:]  # [1, 10, 3H]
+    next_token = target.generate(prompt, max_new_tokens=1, do_sample=False)[:, -1:]
+    context = drafter.project_taps(taps)
+    expected = drafter.run_layers(torch.cat([prompt[:, -9:], next_token], dim=1), context, cache=None)[:, -1:]
+    rows, found, draft_logits = rows_of(drafter), [], drafter.draft_logits
+    monkeypatch.setattr(drafter, "draft_logits", lambda state: found.append(state) or draft_logits(state))
+    target.generate(prompt, max_new_tokens=4, do_sample=False, assistant_model=drafter)
+    assert sum(rows["fc"][: -(-10 // chunk)]) == 10
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
