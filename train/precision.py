@@ -10,8 +10,8 @@ PRECISIONS = ("auto", "bf16", "fp32")
 def use_bf16(precision: str, device_type: str) -> bool:
     """Whether `auto`, `bf16` or `fp32` means bf16 here.
 
-    `auto` takes bf16 where it is faster than fp32: on a CUDA card that has it, and on a CPU with AMX tiles (without
-    them bf16 matrix products are emulated and much slower).
+    `auto` takes bf16 where it is faster than fp32: on a CUDA card that has it, and on a CPU whose instructions
+    multiply it (AMX tiles, or AVX-512 BF16; without them matrix products are emulated and much slower).
     """
     if precision not in PRECISIONS:
         raise ValueError(f"The precision {precision!r} is unknown: choose one of {', '.join(PRECISIONS)}.")
@@ -19,7 +19,7 @@ def use_bf16(precision: str, device_type: str) -> bool:
         return precision == "bf16"
     if device_type == "cuda":
         return torch.cuda.is_bf16_supported()
-    return device_type == "cpu" and torch.cpu._is_amx_tile_supported()
+    return device_type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
 def compute_dtype(precision: str, device_type: str) -> torch.dtype:
