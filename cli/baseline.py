@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     arguments, as_json = parse(BaselineArguments, argv, "osprey baseline", __doc__, "target")
     if arguments.layers < 1:
         raise ValueError("--layers must be at least 1.")
-    with atomic_folder(arguments.out, arguments.overwrite) as work:
+    with atomic_folder(arguments.out, arguments.overwrite, (arguments.target, arguments.like)) as work:
         like_folder = find_model("drafter", arguments.like)
         target = AutoModelForCausalLM.from_pretrained(resolve_target(arguments.target), dtype=torch.float32)
         drafter = make_eagle3(target, OspreyDrafter.from_pretrained(like_folder), arguments.layers, arguments.seed)

@@ -1,7 +1,6 @@
 """``osprey export DRAFTER --to vllm|sglang|causal-lm|gguf --out DIR``: a drafter in the files other engines read."""
 
 import json
-from pathlib import Path
 
 from osprey.cli.arguments import parse
 from osprey.cli.targets import find_model
@@ -12,10 +11,7 @@ from osprey.train.checkpoints import atomic_folder
 def main(argv: list[str]) -> int:
     arguments, as_json = parse(ExportArguments, argv, "osprey export", __doc__, positional="drafter")
     drafter = find_model("drafter", arguments.drafter)
-    source, out = Path(drafter).expanduser().resolve(), Path(arguments.out).expanduser().resolve()
-    if source == out or out in source.parents:  # --overwrite would replace what is read
-        raise ValueError(f"--out {arguments.out} is or holds the drafter itself: give the export a folder of its own.")
-    with atomic_folder(arguments.out, arguments.overwrite) as work:
+    with atomic_folder(arguments.out, arguments.overwrite, [drafter]) as work:
         record = export(drafter, arguments.to, work, arguments.tokenizer_pre)
     if as_json:
         print(json.dumps(record))

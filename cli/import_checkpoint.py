@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 def import_checkpoint(arguments: ImportArguments) -> dict[str, Any]:
     """Writes the drafter folder and returns what `training.json` says about it."""
-    with atomic_folder(arguments.out, arguments.overwrite) as work:
+    with atomic_folder(arguments.out, arguments.overwrite, (arguments.checkpoint, arguments.target)) as work:
         folder, commit = local_folder("checkpoint", arguments.checkpoint, subfolders=True), None
         target = arguments.target or default_target(arguments.checkpoint)
         if folder is None:

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     path = pulled.path
     if arguments.out is not None:
         path = Path(arguments.out)
-        with atomic_folder(path, arguments.overwrite) as work:
+        with atomic_folder(path, arguments.overwrite, [pulled.path]) as work:
             shutil.copytree(pulled.path, work, dirs_exist_ok=True)  # links of the cache become files
             write_json(work / PULL_RECORD, record)
     if not pulled.own_code:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.utils import cached_file
 
-from osprey.train.checkpoints import file_sha256, write_json
+from osprey.train.checkpoints import check_out, file_sha256, write_json
 from osprey.train.convert import ConvertArguments, convert
 from osprey.train.data import check_file
 from osprey.train.distill import TRAINER_DEFAULT_OUTPUT, DistillArguments, distill, drafter_sha256, refuse_changes
@@ -63,8 +63,8 @@ def adapt(arguments: AdaptArguments, config: OspreyDistillationConfig) -> dict[s
     """
     if not arguments.data or not arguments.out:
         raise ValueError("--data and --out are needed.")
-    if Path(arguments.out).exists() and not arguments.overwrite:
-        raise FileExistsError(f"{arguments.out} exists already: choose another --out, or give --overwrite.")
+    inputs = (arguments.backbone, arguments.target, *arguments.data, *arguments.frequencies)
+    check_out(arguments.out, arguments.overwrite, inputs)  # now, not when there is something to write
     if config.output_dir != TRAINER_DEFAULT_OUTPUT:
         raise ValueError(
             "--output_dir has no effect on adapt, which keeps its checkpoints in OUT.adapt: leave it out."

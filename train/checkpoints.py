@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
@@ -20,19 +20,21 @@ if TYPE_CHECKING:
 
 TRAINING_FILE = "training.json"
 CUSTOM_GENERATE = "custom_generate"  # of `osprey.modeling`, and of every drafter folder
+OWN_FILES = ("config.json", "model.gguf")  # every folder that a stage, an export or a pull writes has one of them
 
 
 @contextmanager
-def atomic_folder(out: str | Path, overwrite: bool = False) -> Iterator[Path]:
+def atomic_folder(
+    out: str | Path, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()
+) -> Iterator[Path]:
     """Yields an empty folder beside `out` that takes its name at the end, and vanishes if anything fails.
 
     Raises:
-        FileExistsError: `out` exists and `overwrite` is false.
+        ValueError, FileExistsError: `out` may not be written or replaced (see `check_out`).
         OSError: weights cannot be written, or those that they are made from cannot be read.
     """
+    check_out(out, overwrite, inputs)
     out = Path(out)
-    if out.exists() and not overwrite:
-        raise FileExistsError(f"{out} exists already: choose another --out, or give --overwrite to replace it.")
     out.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
@@ -44,6 +46,36 @@ def atomic_folder(out: str | Path, overwrite: bool = False) -> Iterator[Path]:
         _put_in_place(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def check_out(out: str | Path, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()) -> None:
+    """Refuses an `out` whose replacement would cost what it must not.
+
+    Raises:
+        ValueError: it is, or holds, one of `inputs` (see `refuse_input`).
+        FileExistsError: it exists and `overwrite` is false, or it is neither empty nor what a stage has written.
+    """
+    refuse_input(out, inputs)
+    out = Path(out)
+    if not out.exists():
+        return
+    if not overwrite:
+        raise FileExistsError(f"{out} exists already: choose another --out, or give --overwrite to replace it.")
+    if not out.is_dir() or (any(out.iterdir()) and not any((out / name).is_file() for name in OWN_FILES)):
+        raise FileExistsError(
+            f"--overwrite does not replace {out}, which is no folder of a model (it has no {OWN_FILES[0]}): choose "
+            "another --out, or remove it first."
+        )
+
+
+def refuse_input(out: str | Path, inputs: Iterable[str | Path | None]) -> None:
+    """Raises `ValueError` where `out` is, or holds, one of `inputs`: files or folders; names of the Hub are passed."""
+    place = Path(out).resolve()
+    for path in (Path(name).expanduser() for name in inputs if name is not None):
+        source = path.resolve()
+        if path.exists() and (source == place or place in source.parents):
+            what = "is the input itself" if source == place else f"holds the input {path}"
+            raise ValueError(f"the folder to write, {out}, {what}, which would be lost: name another folder.")
 
 
 def _put_in_place(work: Path, out: Path) -> None:

@@ -76,9 +76,10 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
 
     Raises:
         ValueError: the family is unknown, the taps are out of range, or the files do not fit together.
-        OSError: the folder exists.
+        OSError: the folder exists, and may not be replaced.
     """
-    with atomic_folder(arguments.out, arguments.overwrite) as work:
+    inputs = (arguments.backbone, arguments.target, *arguments.frequencies)
+    with atomic_folder(arguments.out, arguments.overwrite, inputs) as work:
         target_config = AutoConfig.from_pretrained(
             arguments.target, revision=arguments.target_revision or "main"
         ).get_text_config()

@@ -72,7 +72,8 @@ def distill(arguments: DistillArguments, config: OspreyDistillationConfig) -> di
     offline = bool(arguments.features)
     if offline == bool(arguments.target or arguments.data) or bool(arguments.target) != bool(arguments.data):
         raise ValueError("give either --features (offline), or --target and --data (online).")
-    with atomic_folder(arguments.out, arguments.overwrite) as work:
+    inputs = (arguments.drafter, arguments.target, *arguments.features, *arguments.data)
+    with atomic_folder(arguments.out, arguments.overwrite, inputs) as work:
         drafter = load_drafter(arguments.drafter)
         tokenizer = load_tokenizer(arguments.drafter)
         if offline:

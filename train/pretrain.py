@@ -7,7 +7,6 @@ of a run is given in tokens, since time means little on a shared machine.
 import logging
 import math
 import os
-import shutil
 import time
 from contextlib import nullcontext
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -24,9 +23,11 @@ from osprey.train.calibration import calibrate_norm
 from osprey.train.checkpoints import (
     TRAINING_FILE,
     atomic_folder,
+    check_out,
     file_sha256,
     provenance,
     public_name,
+    refuse_input,
     versions,
     weights_sha256,
     write_json,
@@ -37,7 +38,13 @@ from osprey.train.packing import PackedRows
 from osprey.train.perplexity import held_out_losses, perplexities
 from osprey.train.precision import compute_dtype, use_bf16
 from osprey.train.pretrain_checks import refuse_collisions, refuse_settings
-from osprey.train.pretrain_resume import last_checkpoint, read_checkpoint, refuse_another_recipe, refuse_checkpoints
+from osprey.train.pretrain_resume import (
+    clear_checkpoints,
+    last_checkpoint,
+    read_checkpoint,
+    refuse_another_recipe,
+    refuse_checkpoints,
+)
 from osprey.train.pretrain_trainer import make_settings, make_trainer
 from osprey.train.prune import load_config, load_source
 
@@ -165,8 +172,10 @@ def pretrain(arguments: PretrainArguments) -> dict[str, Any]:
         refuse_another_recipe(recipe, state.get("recipe"), checkpoint, defaults)
     elif not arguments.overwrite:
         refuse_checkpoints(run)
-    if Path(arguments.out).exists() and not arguments.overwrite:  # in every process, not in the writing one alone
-        raise FileExistsError(f"{arguments.out} exists already: choose another --out, or give --overwrite.")
+    inputs = [arguments.model, arguments.distill_from, *(source.path for source in sources), *held_out]
+    check_out(arguments.out, arguments.overwrite, inputs)  # in every process, not in the writing one alone
+    if checkpoint is None:
+        refuse_input(run, inputs)  # its checkpoints go
     settings = make_settings(arguments, run)
     main = settings.process_index == 0
     if not main:
@@ -208,7 +217,7 @@ def pretrain(arguments: PretrainArguments) -> dict[str, Any]:
             rows.load_state_dict(state)
             trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         elif main:
-            shutil.rmtree(run, ignore_errors=True)  # of the run that --overwrite replaces
+            clear_checkpoints(run)  # of the run that --overwrite replaces
         if trainer.state.global_step < arguments.steps:
             trainer.train(resume_from_checkpoint=checkpoint)
         else:  # the Trainer would take one step more

@@ -1,6 +1,7 @@
 """Which checkpoint a pretraining run goes on from, and whether it is one of the same run."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ def refuse_checkpoints(run: Path) -> None:
         raise FileExistsError(
             f"{run} holds checkpoints of a run: give --resume to go on from them, or --overwrite to clear them."
         )
+
+
+def clear_checkpoints(run: Path) -> None:
+    """Removes a run's checkpoints, half ones too, and its TensorBoard logs; whatever else is there stays."""
+    for folder in (*run.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), run / "runs"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def last_checkpoint(run: Path) -> Path:

@@ -89,7 +89,8 @@ def prune(arguments: PruneArguments) -> dict[str, Any]:
         [check_source(Path(path)) for path in paths] for paths in (arguments.calibration, arguments.held_out)
     )
 
-    with atomic_folder(arguments.out, arguments.overwrite) as work:
+    inputs = (arguments.source, *calibration, *held_out)
+    with atomic_folder(arguments.out, arguments.overwrite, inputs) as work:
         config = load_config(arguments.source, arguments.revision)
         depth = config.num_hidden_layers
         narrow_config(config, arguments.num_key_value_heads, arguments.intermediate_size)  # refuses impossible sizes

@@ -1,10 +1,15 @@
-"""Folders are written whole or not at all, and an old one goes only when the new one stands."""
+"""Folders are written whole or not at all; an old one goes only when the new one stands, and is one of ours."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
-from osprey.train.checkpoints import atomic_folder
+from osprey.cli import pull
+from osprey.cli.main import main
+from osprey.train.checkpoints import atomic_folder, refuse_input
+
+CONFIG = {"config.json": "{}"}  # by which a folder of ours is known
 
 
 def content(folder):
@@ -15,6 +20,7 @@ def content(folder):
 def old(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("1")
+    (tmp_path / "out" / "config.json").write_text("{}")
     return tmp_path / "out"
 
 
@@ -23,7 +29,7 @@ def test_replaces_the_old_folder(old):
         pass
     with atomic_folder(old, overwrite=True) as work:
         (work / "new").write_text("2")
-        assert content(old) == {"old": "1"}
+        assert content(old) == {"old": "1", **CONFIG}
     assert content(old) == {"new": "2"}
     assert os.listdir(old.parent) == ["out"]
 
@@ -32,7 +38,7 @@ def test_the_old_folder_survives_a_failure(old):
     with pytest.raises(RuntimeError), atomic_folder(old, overwrite=True) as work:
         (work / "new").write_text("2")
         raise RuntimeError
-    assert content(old) == {"old": "1"}
+    assert content(old) == {"old": "1", **CONFIG}
     assert os.listdir(old.parent) == ["out"]
 
 
@@ -47,5 +53,82 @@ def test_the_old_folder_survives_a_failed_rename(old, monkeypatch):
     monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(OSError, match="no"), atomic_folder(old, overwrite=True) as work:
         (work / "new").write_text("2")
-    assert content(old) == {"old": "1"}
+    assert content(old) == {"old": "1", **CONFIG}
     assert os.listdir(old.parent) == ["out"]
+
+
+def test_only_folders_of_ours_are_replaced(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one.jpg").write_text("1")
+    (tmp_path / "notes.txt").write_text("mine")
+    for name in ("photos", "notes.txt"):
+        with pytest.raises(FileExistsError, match="is no folder of a model"), atomic_folder(tmp_path / name, True):
+            pass
+    assert content(tmp_path / "photos") == {"one.jpg": "1"} and (tmp_path / "notes.txt").read_text() == "mine"
+    for name, file in (("empty", None), ("exported", "model.gguf")):
+        (tmp_path / name).mkdir()
+        if file is not None:
+            (tmp_path / name / file).write_text("0")
+        with atomic_folder(tmp_path / name, overwrite=True) as work:
+            (work / "new").write_text("2")
+        assert content(tmp_path / name) == {"new": "2"}
+
+
+def test_an_input_is_never_replaced(tmp_path, old, monkeypatch):
+    (tmp_path / "link").symlink_to(old)
+    monkeypatch.chdir(tmp_path)
+    for out, source, sentence in (
+        (old, str(old), "is the input itself"),
+        ("out", old / "old", "holds the input"),
+        (tmp_path, old, "holds the input"),
+        (tmp_path / "link", old, "is the input itself"),
+        ("out", "link", "is the input itself"),
+    ):
+        with (
+            pytest.raises(ValueError, match=f"{sentence}.*, which would be lost: name another folder"),
+            atomic_folder(out, True, ["org/model", None, source]),
+        ):
+            pass
+        assert content(old) == {"old": "1", **CONFIG}
+    refuse_input(old / "new", [old])  # beside what is read, or in it, is no loss
+    refuse_input("other", ["out"])
+
+
+# By verb: its arguments, `IN` for the folder that is both read and written, `DATA` for a file in it.
+COMMANDS = {
+    "prune": "IN --layers 1",
+    "prune --calibration": "OTHER --layers 1 --strategy influence --calibration DATA",
+    "pretrain": "IN --data OTHER/text.jsonl",
+    "pretrain --data": "OTHER --data DATA",
+    "convert": "IN --target OTHER",
+    "convert --target": "OTHER --target IN",
+    "distill": "IN --features OTHER",
+    "distill --features": "OTHER --features IN",
+    "adapt": "IN --target OTHER --data OTHER/text.jsonl",
+    "adapt --data": "OTHER --target OTHER --data DATA",
+    "baseline": "OTHER --like IN",
+    "export": "IN --to vllm",
+    "import": "IN --target OTHER",
+    "pull": "org/name",
+}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_no_command_replaces_what_it_reads(case, tmp_path, monkeypatch, capsys):
+    for folder in ("in", "other"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text('{"model_type": "llama"}')
+        (tmp_path / folder / "text.jsonl").write_text('{"id": "a", "text": "b", "response": "b", "prompt": "a"}\n')
+    places = {"IN": tmp_path / "in", "OTHER": tmp_path / "other", "DATA": tmp_path / "in" / "text.jsonl"}
+    pulled = SimpleNamespace(path=places["IN"], **dict.fromkeys(("repo", "revision", "kind", "base_model"), "a"))
+    pulled.mean_acceptance_length, pulled.own_code = None, True
+    monkeypatch.setattr(pull, "pull", lambda *arguments: pulled)
+    monkeypatch.setattr(pull, "go_offline_without_network", lambda: None)
+    words = COMMANDS[case]
+    for name, place in places.items():
+        words = words.replace(name, str(place))
+    before = sorted(tmp_path.rglob("*"))
+    assert main([case.split()[0], *words.split(), "--out", str(places["IN"]), "--overwrite"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "which would be lost: name another folder" in error
+    assert sorted(tmp_path.rglob("*")) == before

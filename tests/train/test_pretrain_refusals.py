@@ -92,6 +92,19 @@ def test_a_run_is_of_one_model_and_is_not_overwritten_by_chance(files):
     assert [path.name for path in (files / "backbone.run").iterdir()] == ["checkpoint-1"]
 
 
+def test_overwriting_clears_checkpoints_alone(files):
+    """What else lies in OUT.run is not the run's; a model that is read from there is not cleared away."""
+    pretrain(arguments(files, tokens=128))
+    (files / "backbone.run" / "notes.txt").write_text("mine")
+    (files / "backbone.run" / "checkpoint-9").mkdir()
+    inside = {"model": str(files / "backbone.run" / "checkpoint-1"), "overwrite": True}
+    with pytest.raises(ValueError, match="backbone.run, holds the input .*, which would be lost: name another folder"):
+        pretrain(arguments(files, **inside))
+    pretrain(arguments(files, overwrite=True, tokens=128))
+    left = sorted(path.name for path in (files / "backbone.run").iterdir())
+    assert left == ["checkpoint-1", "notes.txt"]
+
+
 def test_a_sampled_softmax_keeps_the_shape_of_its_batches(files):
     pretrain(arguments(files, softmax_ids=100))
     message = r"\(accumulation was 1, is 2; batch_rows was 2, is 1\)"
