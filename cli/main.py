@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 
+from osprey.cli.endings import Terminated, reader_has_gone, sigterm_as_interrupt
+
 VERBS = {
     "prune": "stage 1: cut a small language model to its first few blocks",
     "pretrain": "stage 2: restore the pruned model by next-token training (gives a backbone)",
@@ -45,14 +47,15 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one verb and returns the exit status: 0 done, 1 the verb refused, 2 no such verb, 130 interrupted."""
+    """Runs one verb and returns the exit status.
+
+    0 done, 1 the verb refused, 2 no such verb; as a shell has it 130 interrupted, 143 terminated, 141 nobody reads on.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0
+        return guarded("osprey", lambda: show(usage()))
     if argv[0] == "--version":
-        print(f"osprey {metadata.version('osprey-drafter')}")
-        return 0
+        return guarded("osprey", lambda: show(f"osprey {metadata.version('osprey-drafter')}"))
     verb, *rest = argv
     if verb not in VERBS:
         close = difflib.get_close_matches(verb, VERBS, n=1)
@@ -63,10 +66,19 @@ def main(argv: list[str] | None = None) -> int:
     return guarded(f"osprey {verb}", lambda: importlib.import_module(module).main(rest))
 
 
+def show(text: str) -> int:
+    print(text)
+    return 0
+
+
 def guarded(name: str, command: Callable[[], int]) -> int:
     """What `command` returns, and one line for what it refuses."""
     try:
-        return command()
+        with sigterm_as_interrupt():
+            try:
+                return command()
+            finally:
+                sys.stdout.flush()  # here and not at exit, where a reader that has gone would be a traceback
     except ModuleNotFoundError as error:
         if os.environ.get("OSPREY_DEBUG") == "1" or (error.name or "").split(".")[0] == "osprey":
             raise
@@ -78,10 +90,15 @@ def guarded(name: str, command: Callable[[], int]) -> int:
         )
         return 1
     except (ValueError, OSError, ImportError) as error:
+        if isinstance(error, BrokenPipeError) and reader_has_gone():
+            return 141
         if os.environ.get("OSPREY_DEBUG") == "1":
             raise
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except Terminated:
+        print(f"{name}: terminated", file=sys.stderr)
+        return 143
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130

@@ -1,7 +1,10 @@
 """The command itself: help, verbs, and one line for every refusal."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -95,3 +98,78 @@ def test_a_missing_package_names_the_extra(verb, capsys):
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1
     assert "pyarrow" in shown and "'.[train]'" in shown
+
+
+# A verb that writes a folder, with a forked worker that is no concern of its cleaning up.
+LONG_VERB = """
+import os, signal, sys, time
+from osprey.cli.main import guarded
+from osprey.train.checkpoints import atomic_folder
+
+def work():
+    with atomic_folder(sys.argv[1]):
+        worker = os.fork()
+        if worker == 0:
+            try:
+                time.sleep(60)
+            finally:
+                print("the worker cleared", flush=True)
+        os.kill(worker, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]), flush=True)
+        try:
+            time.sleep(60)
+        finally:
+            time.sleep(0.5)
+
+sys.exit(guarded("osprey prune", work))
+"""
+
+
+def test_sigterm_clears_up_as_an_interrupt_does(tmp_path):
+    script = [sys.executable, "-c", LONG_VERB, str(tmp_path / "out")]
+    process = subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "-15\n"
+    assert [path.name.startswith(".out-") for path in tmp_path.iterdir()] == [True]
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)  # as `timeout` does
+    assert process.communicate(timeout=30) == ("", "osprey prune: terminated\n")
+    assert process.returncode == 143 and list(tmp_path.iterdir()) == []
+
+
+def test_handlers_of_others_stay(verb):
+    def handler(number, frame):
+        pass
+
+    seen = []
+    verb(lambda argv: seen.append(signal.getsignal(signal.SIGTERM)) or 0)
+    command.main(["prune"])
+    assert callable(seen[0]) and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    signal.signal(signal.SIGTERM, handler)
+    try:
+        command.main(["prune"])
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert seen[1] is handler
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["generate", "--help"]])
+def test_a_reader_that_has_gone_is_no_error(argv):
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.run(
+        [sys.executable, "-m", "osprey.cli.main", *argv], stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (process.returncode, process.stderr) == (141, "")
+
+
+def test_another_broken_pipe_is_said(verb, capsys, monkeypatch):
+    monkeypatch.delenv("OSPREY_DEBUG", raising=False)
+
+    def fail(argv):
+        raise BrokenPipeError("the server hung up")
+
+    verb(fail)
+    assert command.main(["prune"]) == 1
+    assert capsys.readouterr().err == "osprey prune: the server hung up\n"
