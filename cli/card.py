@@ -17,16 +17,20 @@ from osprey.train.checkpoints import weights_sha256
 class CardArguments:
     drafter: str = field(metadata={"help": "the drafter's folder, with a README.md"})
     results: list[str] = field(metadata={"help": "result files of `osprey bench` for this drafter"})
+    force: bool = field(default=False, metadata={"help": "put in the figures of fewer than 20 requests too"})
 
 
 def main(argv: list[str]) -> int:
     arguments, as_json = parse(CardArguments, argv, "osprey card", __doc__, positional="drafter")
-    from osprey.hub_cards.results import eval_results, refresh_results
+    from osprey.hub_cards.results import eval_results, refresh_results, refuse_few_requests
 
     folder = Path(arguments.drafter).expanduser()
     if not folder.is_dir():
         raise OSError(f"there is no drafter folder {arguments.drafter}.")
     results = [result_of(path, folder) for path in arguments.results]
+    if not arguments.force:
+        for path, result in zip(arguments.results, results, strict=True):
+            refuse_few_requests(path, result)
     entries = [entry for result in results for entry in eval_results(result)]
     section = "\n\n".join(["## Results", *map(tables, results)])
     refresh_results(folder / "README.md", section, entries, folder.resolve().name)

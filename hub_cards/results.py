@@ -21,14 +21,12 @@ from huggingface_hub import (
 
 from osprey.hub_cards.layout import EVAL_RESULTS, METRIC, card_sentences
 
+LEAST_REQUESTS = 20  # fewer tell drafters apart by chance
 BEGIN, END = "<!-- osprey card: results -->", "<!-- osprey card: end of results -->"
 
 
-def eval_results(result: dict[str, Any]) -> list[EvalResult]:
-    """Mean acceptance length of the measured drafter over all requests, and by domain where there are several.
-
-    At the first temperature and draft length of the result; in the metadata a suite's domains are its configurations.
-    """
+def rows_for_card(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The measured drafter's figures at the first temperature and draft length: over all requests, then by domain."""
     settings = result["settings"]
     rows = [
         row
@@ -42,7 +40,25 @@ def eval_results(result: dict[str, Any]) -> list[EvalResult]:
         and row["mal_mean"] is not None
     ]
     domains = [row for row in rows if row["domain"] is not None]
-    rows = [row for row in rows if row["domain"] is None] + (domains if len(domains) > 1 else [])
+    return [row for row in rows if row["domain"] is None] + (domains if len(domains) > 1 else [])
+
+
+def refuse_few_requests(path: str, result: dict[str, Any]) -> None:
+    """Raises `ValueError` where a card's first figure, which ranks drafters, would be of a handful of requests."""
+    requests = max((row["requests"] for row in rows_for_card(result)), default=0)
+    if requests < LEAST_REQUESTS:
+        raise ValueError(
+            f"{path} measured {requests} request(s), and a card ranks its drafter by at least {LEAST_REQUESTS}: run "
+            "`osprey bench` on more prompts, or give --force to put these figures in all the same."
+        )
+
+
+def eval_results(result: dict[str, Any]) -> list[EvalResult]:
+    """Mean acceptance length of the measured drafter over all requests, and by domain where there are several.
+
+    At the first temperature and draft length of the result; in the metadata a suite's domains are its configurations.
+    """
+    settings = result["settings"]
     decoding = "greedy" if settings["temperatures"][0] == 0 else f"temperature {settings['temperatures'][0]:g}"
     decoding += f", draft length {settings['draft_lengths'][0]}"
     if settings["context_lengths"]:
@@ -58,7 +74,7 @@ def eval_results(result: dict[str, Any]) -> list[EvalResult]:
             metric_name=f"Mean acceptance length ({decoding}, {row['requests']} requests)",
             metric_value=round(row["mal_mean"]["value"], 3),
         )
-        for row in rows
+        for row in rows_for_card(result)
     ]
 
 

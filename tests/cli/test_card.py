@@ -78,7 +78,7 @@ def card(folder, capsys, monkeypatch):
 
     def run(*flags: str) -> tuple[int, str]:
         results = flags or ("--results", str(folder.parent / "result.json"))
-        return main(["card", str(folder), *results]), capsys.readouterr().err
+        return main(["card", str(folder), *results, "--force"]), capsys.readouterr().err  # of three requests
 
     return run
 
@@ -159,6 +159,20 @@ def test_a_result_by_context_length_gives_that_of_the_first(folder, card):
     assert [each.dataset_config for each in entries] == ["all", "chat", "code"]
     name = "Mean acceptance length (greedy, draft length default, context of 1024 tokens, 3 requests)"
     assert entries[0].metric_name == name
+
+
+def test_few_requests_do_not_rank_a_drafter(folder, capsys):
+    results = folder.parent / "result.json"
+    command = ["card", str(folder), "--results", str(results)]
+    assert main(command) == 1
+    error = capsys.readouterr().err
+    assert "measured 3 request(s)" in error and "at least 20" in error and "--force" in error
+    assert (folder / "README.md").read_text() == CARD and not (folder / ".eval_results").exists()
+    result = json.loads(results.read_text())
+    groups = [row | ({"requests": 20} if row["domain"] is None else {}) for row in result["groups"]]
+    results.write_text(json.dumps(result | {"groups": groups}))
+    assert main(command) == 0  # its domains may have fewer
+    assert "mean_acceptance_length" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
