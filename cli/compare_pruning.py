@@ -10,11 +10,12 @@ import sys
 
 from osprey.cli.arguments import parse
 from osprey.cli.main import guarded
-from osprey.train.compare_pruning import CompareArguments, compare_pruning, markdown
-from osprey.train.pretrain import PretrainArguments
 
 
 def main(argv: list[str]) -> int:
+    from osprey.train.compare_pruning import CompareArguments, compare_pruning, markdown  # needs the extra `train`
+    from osprey.train.pretrain import PretrainArguments
+
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("osprey").setLevel(logging.INFO)
     kinds = [CompareArguments, PretrainArguments]

@@ -11,10 +11,7 @@ from dataclasses import dataclass, field
 
 from osprey.cli.arguments import parse
 from osprey.cli.main import guarded
-from osprey.eval import baselines  # noqa: F401  (their folders are arms)
 from osprey.eval.matched import compare, markdown, parse_groups
-from osprey.train.distillation_config import OspreyDistillationConfig
-from osprey.train.matched_runs import MatchedArguments, matched_runs
 
 
 @dataclass
@@ -25,6 +22,10 @@ class TableArguments:
 
 
 def main(argv: list[str]) -> int:
+    from osprey.eval import baselines  # noqa: F401  (their folders are arms)
+    from osprey.train.distillation_config import OspreyDistillationConfig  # needs the extra `train`
+    from osprey.train.matched_runs import MatchedArguments, matched_runs
+
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("osprey").setLevel(logging.INFO)
     kinds = [MatchedArguments, TableArguments, OspreyDistillationConfig]

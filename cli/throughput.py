@@ -8,18 +8,21 @@ import sys
 
 from osprey.cli.arguments import parse
 from osprey.cli.main import guarded
-from osprey.train.distill_throughput import DistillThroughputArguments, distillation_throughput
-from osprey.train.distillation_config import OspreyDistillationConfig
-from osprey.train.pretrain import PretrainArguments
-from osprey.train.throughput import ThroughputArguments, training_throughput
 
 
 def main(argv: list[str]) -> int:
+    from osprey.train.throughput import ThroughputArguments, training_throughput  # needs the extra `train`
+
     if any(argument.split("=")[0] == "--features" for argument in argv):
+        from osprey.train.distill_throughput import DistillThroughputArguments, distillation_throughput
+        from osprey.train.distillation_config import OspreyDistillationConfig
+
         kinds = [ThroughputArguments, DistillThroughputArguments, OspreyDistillationConfig]
         measured, arguments, config, _ = parse(kinds, argv, "throughput", __doc__, positional="drafter")
         print(json.dumps(distillation_throughput(measured, arguments, config), indent=2))
         return 0
+    from osprey.train.pretrain import PretrainArguments
+
     kinds = [ThroughputArguments, PretrainArguments]
     measured, recipe, _ = parse(kinds, [*argv, "--out", "unused"], "throughput", __doc__, positional="model")
     print(json.dumps(training_throughput(measured, recipe), indent=2))

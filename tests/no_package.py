@@ -1,4 +1,4 @@
-"""The start of a script for a fresh process in which the package cannot be imported, as on a stranger's machine."""
+"""Starts of scripts for a fresh process that lacks packages, as a stranger's machine does."""
 
 NO_OSPREY = """
 import sys
@@ -9,4 +9,10 @@ class NoOsprey:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, NoOsprey())
+"""
+
+NO_EXTRAS = """
+import sys
+
+sys.modules.update(dict.fromkeys(("datasets", "pyarrow", "trl")))  # what comes with the extra `train`
 """

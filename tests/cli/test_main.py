@@ -1,5 +1,6 @@
 """The command itself: help, verbs, and one line for every refusal."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 import types
 
 import pytest
+from no_package import NO_EXTRAS
 
 from osprey.cli import main as command
 
@@ -173,3 +175,45 @@ def test_another_broken_pipe_is_said(verb, capsys, monkeypatch):
     verb(fail)
     assert command.main(["prune"]) == 1
     assert capsys.readouterr().err == "osprey prune: the server hung up\n"
+
+
+EVERY_HELP = """
+import json, runpy
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from osprey.cli.main import VERBS, main
+
+def module(name):
+    sys.argv = [name, "--help"]
+    runpy.run_module(f"osprey.cli.{name}", run_name="__main__")
+
+runs = {verb: lambda verb=verb: sys.exit(main([verb, "--help"])) for verb in VERBS}
+runs |= {name: lambda name=name: module(name) for name in ("matched_runs", "throughput", "compare_pruning")}
+found = {}
+for name, run in runs.items():
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        try:
+            run()
+        except SystemExit as end:
+            found[name] = [end.code, out.getvalue(), err.getvalue()]
+print(json.dumps(found))
+"""
+
+
+def test_help_without_the_extra_works_or_names_it():
+    script = [sys.executable, "-c", NO_EXTRAS + EVERY_HELP]
+    found = json.loads(subprocess.run(script, capture_output=True, text=True, check=True).stdout)
+    assert found.keys() > command.VERBS.keys()
+    for name, (status, out, error) in found.items():
+        if status == 0:
+            assert out.startswith("usage: ") and error == "", name
+        else:
+            assert (status, out, error.count("\n")) == (1, "", 1), name
+            assert "which is not installed: it comes with the extra `train`" in error, name
+    assert {name for name, (status, *_) in found.items() if status == 0} >= {
+        "generate",
+        "bench",
+        "zoo",
+        "push",
+        "card",
+    }
