@@ -8,7 +8,11 @@ from typing import Any
 
 from osprey.eval.acceptance import Measurement, Summary, summarize
 
-HEADER = ("prompt", "tokens", "plain tok/s", "assisted tok/s", "speedup", "MAL", "acceptance by position", "identical")
+POSITIONS = 5  # of a draft; a copy may have 32, which JSON has all
+HEADER = (
+    *("prompt", "tokens", "plain tok/s", "assisted tok/s", "speedup", "MAL", "identical"),
+    f"acceptance by position, 1-{POSITIONS}",
+)
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
@@ -26,7 +30,7 @@ def identical_text(summary: Summary) -> str:
 
 def table_row(name: str, tokens: int, summary: Summary) -> tuple[str, ...]:
     positions = " ".join(
-        "-" if rate is None else f"{rate:.2f}".removeprefix("0") for rate in summary.acceptance_by_position
+        "-" if rate is None else f"{rate:.2f}".removeprefix("0") for rate in summary.acceptance_by_position[:POSITIONS]
     )
     return (
         name,
@@ -35,8 +39,8 @@ def table_row(name: str, tokens: int, summary: Summary) -> tuple[str, ...]:
         number(summary.tokens_per_second_assisted, 1),
         number(summary.speedup, unit="x"),
         number(summary.mal_mean),
-        positions or "-",
         identical_text(summary),
+        positions or "-",
     )
 
 

@@ -25,12 +25,22 @@ def test_table(measurements):
     lines = format_table(measurements).splitlines()
     rows = {line.split("  ")[0].strip(): line.split() for line in lines if not line.startswith("---")}
     assert list(rows) == ["prompt", "chat-en", "code-en", "chat-fr", "group en", "all"]
-    #            name, tokens, plain, assisted, speedup, MAL, by position, identical
-    assert rows["chat-en"] == ["chat-en", "10", "2.5", "5.0", "2.00x", "2.50", "1.00", ".50", "yes"]
-    assert rows["code-en"] == ["code-en", "10", "2.5", "2.5", "1.00x", "1.00", ".00", "-", "yes"]
-    assert rows["chat-fr"] == ["chat-fr", "10", "2.5", "5.0", "2.00x", "-", "-", "no", "(1", "near-tie)"]
-    assert rows["group en"] == ["group", "en", "20", "2.5", "3.3", "1.33x", "1.75", ".50", ".50", "yes"]
-    assert rows["all"] == ["all", "30", "2.5", "3.8", "1.50x", "1.75", ".50", ".50", "no", "(1", "near-tie)"]
+    #            name, tokens, plain, assisted, speedup, MAL, identical, by position
+    assert rows["chat-en"] == ["chat-en", "10", "2.5", "5.0", "2.00x", "2.50", "yes", "1.00", ".50"]
+    assert rows["code-en"] == ["code-en", "10", "2.5", "2.5", "1.00x", "1.00", "yes", ".00", "-"]
+    assert rows["chat-fr"] == ["chat-fr", "10", "2.5", "5.0", "2.00x", "-", "no", "(1", "near-tie)", "-"]
+    assert rows["group en"] == ["group", "en", "20", "2.5", "3.3", "1.33x", "1.75", "yes", ".50", ".50"]
+    assert rows["all"] == ["all", "30", "2.5", "3.8", "1.50x", "1.75", "no", "(1", "near-tie)", ".50", ".50"]
+
+
+def test_long_copies_do_not_widen_the_table():
+    runs = Run([7] * 50, 2.0, [(32, 32), (32, 16)]), Run([7] * 50, 4.0)
+    difference = Difference(3, 1e-6, near_tie=True)
+    some = [Measurement(f"translation-de-{n}", "de", *runs, False, difference) for n in range(3)]
+    lines = format_table(some).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert lines[2].endswith("  no (1 near-tie)  1.00 1.00 1.00 1.00 1.00")
+    assert len(report(some, 1.0, {})["acceptance_by_position"]) == 32
 
 
 def test_totals_line(measurements):
