@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def parse(
     """
     parser = DataclassParser(kinds, prog=prog, description=description, formatter_class=HelpFormatter)
     parser.add_argument("--config", help="YAML file with values for these options; flags override it")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON (takes no file name)")
     names = [positional] if isinstance(positional, str) else positional
     prepare_help(parser, parser.dataclass_types, names)
     leading = next((index for index, argument in enumerate(argv) if argument.startswith("-")), len(argv))
@@ -54,14 +55,30 @@ def parse(
             except argparse.ArgumentError as error:
                 raise ValueError(f"the recipe {config}: {name}: {error.message}.") from error
         parser.set_defaults(**recipe)
-        for action in parser._actions:
-            action.required = action.required and action.dest not in recipe
-    *arguments, namespace, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    if unknown:
-        options = [option for action in parser._actions for option in action.option_strings]
-        close = difflib.get_close_matches(unknown[0], options, n=1)
-        parser.error(f"there is no option {unknown[0]}" + (f", did you mean {close[0]}" if close else ""))
+    refuse_missing_and_unknown(parser, argv, names)
+    *arguments, namespace = parser.parse_args_into_dataclasses(argv)
     return *arguments, namespace.json
+
+
+def refuse_missing_and_unknown(parser: DataclassParser, argv: list[str], positional: Sequence[str]) -> None:
+    """Raises `ValueError` as argparse would, but names what comes without a flag as the usage does.
+
+    What is required is required no more afterwards: it is there.
+    """
+    required = [action for action in parser._actions if action.required]
+    for action in required:
+        action.required = False
+    namespace, unknown = parser.parse_known_args(argv)
+    if wrong := next((word for word in unknown if word.startswith("-")), None):
+        options = [option for action in parser._actions for option in action.option_strings]
+        close = difflib.get_close_matches(wrong, options, n=1)
+        parser.error(f"there is no option {wrong}" + (f", did you mean {close[0]}" if close else ""))
+    missing = [action.dest for action in required if getattr(namespace, action.dest) is None]
+    if missing:
+        names = [f"{n.upper()} (before all options)" if n in positional else f"--{n}" for n in missing]
+        parser.error(f"the following arguments are required: {', '.join(names)}")
+    if unknown:
+        parser.error(f"unexpected argument {unknown[0]!r}")
 
 
 def _checked(parser: DataclassParser, action: argparse.Action, annotation: str, value: Any) -> Any:

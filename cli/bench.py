@@ -8,6 +8,7 @@ trainer_state.json, its training curves). ``osprey bench --speed`` measures wher
 import argparse
 import hashlib
 import json
+import math
 import os
 import platform
 import shlex
@@ -99,15 +100,15 @@ def check_arguments(arguments: BenchArguments) -> None:
         raise ValueError("--out names the result file, and must end in .json.")
     check_writable(Path(arguments.out))
     for flag, values, least in (
-        ("--max-new-tokens", [arguments.max_new_tokens], 1),
+        ("--max_new_tokens", [arguments.max_new_tokens], 1),
         ("--threads", [arguments.threads], 1),
-        ("--lookup-num-tokens", [arguments.lookup_num_tokens], 0),
+        ("--lookup_num_tokens", [arguments.lookup_num_tokens], 0),
         ("--temperatures", arguments.temperatures, 0),
-        ("--context-lengths", arguments.context_lengths, 1),
+        ("--context_lengths", arguments.context_lengths, 1),
     ):
         for value in values:
-            if value is not None and value < least:
-                raise ValueError(f"{flag}: {value} is too small, it must be at least {least}.")
+            if value is not None and not least <= value < math.inf:
+                raise ValueError(f"{flag}: {value} must be at least {least} and finite.")
     if arguments.weights not in (None, "fp16", "fp32"):
         raise ValueError(f"--weights is {arguments.weights}, but must be fp16 or fp32.")
     arguments.draft_lengths = expand_lengths(arguments.draft_lengths)
@@ -123,7 +124,7 @@ def expand_lengths(words: list[str]) -> list[str]:
         elif first.isdecimal() and (last or first).isdecimal() and 0 < int(first) <= int(last or first):
             lengths += [str(length) for length in range(int(first), int(last or first) + 1)]
         else:
-            raise ValueError(f"--draft-lengths: {word!r} is neither default, adaptive, a number nor a range like 1-8.")
+            raise ValueError(f"--draft_lengths: {word!r} is neither default, adaptive, a number nor a range like 1-8.")
     return list(dict.fromkeys(lengths))
 
 

@@ -83,11 +83,11 @@ def check_arguments(arguments: SpeedArguments) -> None:
     from osprey.cli.bench import expand_lengths
 
     for flag, values in (
-        ("--max-new-tokens", [arguments.max_new_tokens]),
+        ("--max_new_tokens", [arguments.max_new_tokens]),
         ("--repeats", [arguments.repeats]),
         ("--threads", arguments.threads),
-        ("--context-lengths", arguments.context_lengths),
-        ("--context-prompts", [arguments.context_prompts]),
+        ("--context_lengths", arguments.context_lengths),
+        ("--context_prompts", [arguments.context_prompts]),
     ):
         if min(values, default=1) < 1:
             raise ValueError(f"{flag}: {min(values)} is too small, it must be at least 1.")

@@ -4,6 +4,7 @@ Streams each answer with the drafted tokens coloured, and ends with a table of s
 """
 
 import argparse
+import math
 import os
 import platform
 import sys
@@ -38,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompts", metavar="FILE.jsonl", help="prompts to run instead of the eight of the demo")
     source.add_argument("--prompt", metavar="TEXT", help="one prompt to run instead")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument(
         "--weights",
@@ -46,12 +47,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="the target's linear weights on the CPU, activations are fp32 (default: fp16, much the faster, with an "
         "int8 drafter)",
     )
-    parser.add_argument("--num-assistant-tokens", type=int, help="longest draft (default: the drafter's own)")
+    parser.add_argument("--num_assistant_tokens", type=int, help="longest draft (default: the drafter's own)")
     parser.add_argument(
-        "--confidence-threshold", type=float, help="end a draft below this confidence (default: the drafter's own)"
+        "--confidence_threshold", type=float, help="end a draft below this confidence (default: the drafter's own)"
     )
     parser.add_argument(
-        "--lookup-num-tokens",
+        "--lookup_num_tokens",
         type=int,
         help="longest copy of what followed the last tokens before, 0 for none (default: the drafter's own)",
     )
@@ -62,8 +63,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
     parser.add_argument("--seed", type=int, default=0, help="for sampling")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there")
-    parser.add_argument("--no-compare", action="store_true", help="only assisted generation, nothing beside it")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=Path,
+        help="write the figures as JSON to this file (elsewhere --json takes no file name, and prints)",
+    )
+    parser.add_argument("--no_compare", action="store_true", help="only assisted generation, nothing beside it")
     return parser
 
 
@@ -71,17 +77,17 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     from osprey.cli.tables import check_writable
 
     for flag, value, least in (
-        ("--max-new-tokens", arguments.max_new_tokens, 1),
+        ("--max_new_tokens", arguments.max_new_tokens, 1),
         ("--threads", arguments.threads, 1),
-        ("--num-assistant-tokens", arguments.num_assistant_tokens, 1),
-        ("--lookup-num-tokens", arguments.lookup_num_tokens, 0),
+        ("--num_assistant_tokens", arguments.num_assistant_tokens, 1),
+        ("--lookup_num_tokens", arguments.lookup_num_tokens, 0),
         ("--temperature", arguments.temperature, 0),
     ):
-        if value is not None and value < least:
-            raise ValueError(f"{flag} is {value}, but must be at least {least}.")
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"{flag} is {value}, but must be at least {least} and finite.")
     threshold = arguments.confidence_threshold
     if threshold is not None and not 0 <= threshold <= 1:
-        raise ValueError(f"--confidence-threshold is {threshold}, but must lie between 0 and 1.")
+        raise ValueError(f"--confidence_threshold is {threshold}, but must lie between 0 and 1.")
     if arguments.json is not None:
         check_writable(arguments.json)
 

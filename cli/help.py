@@ -48,7 +48,9 @@ def prepare_help(parser: argparse.ArgumentParser, kinds: list[type], positional:
     for action in actions:
         if action.type is string_to_bool:
             action.metavar = "true|false"
-        elif action.choices is None:
+        elif action.choices is not None:
+            action.metavar = "|".join(map(str, action.choices))
+        else:
             action.metavar = METAVARS.get(action.type, action.dest.rpartition("_")[2].upper())
         action.help = help_text(action)
         if isinstance(action, argparse._StoreFalseAction):  # the --no_ form, told in the text of the other

@@ -41,7 +41,8 @@ def usage() -> str:
         "usage: osprey VERB [options]\n\n"
         "Speculative-decoding drafters: pretrained once, adapted to any target.\n\n"
         f"{verbs}\n\n"
-        "`osprey VERB --help` lists a verb's options; `osprey generate` alone runs the demo.\n"
+        "`osprey VERB --help` lists a verb's options, which take _ and - alike (--max_new_tokens, --max-new-tokens);\n"
+        "`osprey generate` alone runs the demo.\n"
         "OSPREY_DEBUG=1 shows the traceback behind an error."
     )
 

@@ -1,11 +1,23 @@
-"""How every verb refuses a wrong flag: in one sentence, as everything else is refused."""
+"""What all verbs' options have in common: both spellings, and refusals in one sentence, as everything else's."""
 
 import argparse
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `ValueError`, which the command prints, instead of a screenful of usage."""
+    """Takes `--a_b` and `--a-b` alike, and raises `ValueError` instead of printing a screenful of usage."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        return super().parse_known_args(None if args is None else [self.spelt(word) for word in args], namespace)
+
+    def spelt(self, word: str) -> str:
+        """An option as it was declared, where `word` is one in the other spelling."""
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name in self._option_string_actions:
+            return word
+        same = [one for one in self._option_string_actions if one.replace("_", "-") == name.replace("_", "-")]
+        return f"{same[0]}{equals}{value}" if same else word
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; `{self.prog} --help` lists the options.")

@@ -38,7 +38,7 @@ def lengthen(
     if not long:
         raise ValueError(
             f"no prompt of the suite fits into {max(lengths)} tokens together with {new_tokens} new ones; choose "
-            "longer --context-lengths."
+            "longer --context_lengths."
         )
     return long, misfits
 
@@ -53,7 +53,7 @@ def fill(task: str, others: list[str], length: int, tokenizer: PreTrainedTokeniz
     if len(ids) < room:
         raise ValueError(
             f"the suite has too little text to fill such a context: {len(ids)} tokens beside a prompt, where {room} "
-            "are due; choose shorter --context-lengths or a larger suite."
+            "are due; choose shorter --context_lengths or a larger suite."
         )
     while True:
         text = FRAME.format(notes=tokenizer.decode(ids[:room]), task=task)

@@ -8,6 +8,7 @@ was: what is in the output file is not asked again.
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 import time
@@ -60,8 +61,8 @@ def respond(arguments: RespondArguments) -> dict[str, Any]:
     Raises:
         ValueError, OSError: a file of prompts, or `out`, is not usable.
     """
-    if arguments.batch < 1 or arguments.max_new_tokens < 1 or arguments.temperature <= 0:
-        raise ValueError("--batch, --max_new_tokens and --temperature must be more than zero.")
+    if arguments.batch < 1 or arguments.max_new_tokens < 1 or not 0 < arguments.temperature < math.inf:
+        raise ValueError("--batch, --max_new_tokens and --temperature must be more than zero, and finite.")
     out = Path(arguments.out)
     answered = answered_ids(out)
     prompts = [row for path in arguments.prompts for row in prompt_rows(Path(path))]

@@ -1,11 +1,13 @@
 """Dataclasses as command lines: what goes before what, and one sentence for every mistake."""
 
+import argparse
 from dataclasses import dataclass, field
 
 import pytest
 
 from osprey.cli.arguments import parse
 from osprey.cli.main import main
+from osprey.cli.parser import Parser
 
 
 @dataclass
@@ -34,7 +36,10 @@ def test_positionals_recipe_and_flags(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "the following arguments are required: --dish"),
+        ([], r"the following arguments are required: DISH \(before all options\)"),
+        (["--minutes", "3", "soup"], r"the following arguments are required: DISH \(before all options\)"),
+        (["--spices", "thyme", "soup"], r"the following arguments are required: DISH \(before all options\)"),
+        (["soup", "--minutes", "3", "me"], "unexpected argument 'me'"),
         (["soup", "me"], "unexpected argument 'me'"),
         (["soup", "--minuts", "3"], "there is no option --minuts, did you mean --minutes"),
         (["soup", "--minutes", "long"], "invalid int value: 'long'"),
@@ -76,6 +81,17 @@ def test_mistakes_in_a_recipe(tmp_path, entry, message):
     recipe.write_text(entry + "\n")
     with pytest.raises(ValueError, match=f"the recipe .*recipe.yaml: {message}"):
         parse(Cooking, ["--config", str(recipe)], "cook", None)
+
+
+def test_both_spellings_of_an_option():
+    parser = Parser(prog="cook")
+    parser.add_argument("--oven_heat")
+    parser.add_argument("--add-salt", action=argparse.BooleanOptionalAction)
+    for argv in (["--oven_heat", "low", "--no-add-salt"], ["--oven-heat=low", "--no_add_salt"]):
+        assert vars(parser.parse_args(argv)) == {"oven_heat": "low", "add_salt": False}
+    assert parser.parse_args(["--oven-heat", "in_a_-_row"]).oven_heat == "in_a_-_row"
+    with pytest.raises(ValueError, match="unrecognized arguments: --oven-cold"):
+        parser.parse_args(["--oven-cold"])
 
 
 def test_the_command_prints_one_line(capsys):

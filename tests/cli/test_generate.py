@@ -137,7 +137,7 @@ def test_later_turns_follow_the_answer(folders, monkeypatch):
     )
     target = tiny_target(vocab_size=VOCABULARY)
     pair = generate.Pair(target, tiny_drafter(target), bytes_tokenizer(TEMPLATE), "fp32")
-    arguments = generate.build_parser().parse_args(["--max-new-tokens", "3"])
+    arguments = generate.build_parser().parse_args(["--max_new_tokens", "3"])
     generate.run_prompts(pair, [generate.Prompt("a", "chat", "en", ("x", "y"))], arguments)
     assert [[message["role"] for message in messages] for messages in seen] == [
         ["user"],
@@ -165,9 +165,11 @@ def test_probe_scales_plain_when_fp32_is_faster(folders, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--max-new-tokens", "0"], "--max-new-tokens is 0, but must be at least 1"),
+        (["--max-new-tokens", "0"], "--max_new_tokens is 0, but must be at least 1"),
         (["--threads", "0"], "--threads is 0"),
-        (["--num-assistant-tokens", "0"], "--num-assistant-tokens is 0"),
+        (["--num-assistant-tokens", "0"], "--num_assistant_tokens is 0"),
+        (["--temperature", "nan"], "--temperature is nan, but must be at least 0 and finite"),
+        (["--temperature", "inf"], "--temperature is inf, but must be at least 0 and finite"),
         (["--temperature", "-1"], "--temperature is -1.0, but must be at least 0"),
         (["--confidence-threshold", "2"], "must lie between 0 and 1"),
         (["--prompt", " "], "--prompt is empty"),

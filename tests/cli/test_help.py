@@ -71,7 +71,7 @@ def test_our_options_stand_in_one_line_each(capsys):
         "--salt": "X grams (default: 0.0)",
         "--spices": "SPICES [SPICES ...] any (default: none)",
         "--config": "CONFIG YAML file with values for these options; flags override it",
-        "--json": "print the result as JSON",
+        "--json": "print the result as JSON (takes no file name)",
         "--help-all": options["--help-all"],
     }
     assert "2 more options" in options["--help-all"]
@@ -94,3 +94,17 @@ def test_without_inherited_options_there_is_nothing_to_unfold(capsys):
     with pytest.raises(SystemExit):
         parse(Cooking, ["--help"], "osprey cook", None, "dish")
     assert "--help-all" not in capsys.readouterr().out
+
+
+@dataclass
+class Serving:
+    dish: str
+    to: str = field(metadata={"choices": ("table", "bar")})
+
+
+def test_choices_stand_in_the_usage(capsys):
+    with pytest.raises(SystemExit):
+        parse(Serving, ["--help"], "osprey serve", None, "dish")
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: osprey serve DISH --to table|bar [options]\n")
+    assert "--to table|bar\n" in shown
