@@ -3,15 +3,20 @@
 The files of `osprey respond`, rows with `id` and `prompt`, are read too: one turn, and `any` for what is not said.
 """
 
+import codecs
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+FORMS = "'id', 'domain', 'language' and a list 'turns', or only 'id' and 'prompt'"
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,7 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     path = Path(path)
     if not path.is_file():
         raise OSError(f"there is no prompt file {path}.")
-    prompts = [
-        parse_prompt(line, f"{path}, line {number}")
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
-        if line.strip()
-    ]
+    prompts = [parse_prompt(row, where) for where, row in json_lines(path)]
     if not prompts:
         raise ValueError(f"{path} holds no prompts.")
     repeated, times = Counter(prompt.id for prompt in prompts).most_common(1)[0]
@@ -43,18 +44,32 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     return prompts
 
 
-def parse_prompt(line: str, where: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno}).") from error
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Where it stands, and what it holds, of each line that is not empty; a byte-order mark at the start is dropped.
+
+    Raises `ValueError` naming the line where one is not UTF-8 or not JSON.
+    """
+    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+        where = f"{path}, line {number}"
+        try:
+            if text := line.decode("utf-8").strip():
+                yield where, json.loads(text)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: not UTF-8 (at byte {error.start + 1} of it); convert the file.") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno}).") from error
+
+
+def parse_prompt(row: Any, where: str) -> Prompt:
     if isinstance(row, dict) and "turns" not in row and "prompt" in row:
         row = {"domain": "any", "language": "any", "turns": [row["prompt"]], **row}
     if not isinstance(row, dict) or any(not isinstance(row.get(key), str) for key in ("id", "domain", "language")):
-        raise ValueError(f"{where}: a prompt needs the texts 'id', 'domain' and 'language'.")
+        raise ValueError(f"{where}: a prompt needs the texts {FORMS}.")
     turns = row.get("turns")
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise ValueError(f"{where}: 'turns' must be a list of one or more texts.")
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise ValueError(
+            f"{where}: 'turns' must be a list of one or more texts, and 'prompt' a text, none of them blank."
+        )
     return Prompt(row["id"], row["domain"], row["language"], tuple(turns))
 
 

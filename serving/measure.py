@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from osprey.eval.suites import spread  # which brings no more than the standard library along
+from osprey.eval.prompts import json_lines  # these two bring no more than the standard library along
+from osprey.eval.suites import spread
 
 START_SECONDS = 1800  # importing vLLM takes minutes on a busy machine
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
@@ -76,17 +77,10 @@ def main(argv: list[str] | None = None) -> int:
 def load_prompts(path: Path) -> list[str]:
     """The first turn of each row. Raises `ValueError` naming the line where a row has none."""
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            message = f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})."
-            raise ValueError(message) from error
+    for where, row in json_lines(path):
         turns = row.get("turns", [row.get("prompt")]) if isinstance(row, dict) else None
-        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
-            raise ValueError(f"{path}, line {number}: a row needs `turns`, a list of texts, or the text `prompt`.")
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
+            raise ValueError(f"{where}: a row needs `turns`, a list of texts, or the text `prompt`, not a blank one.")
         prompts.append(turns[0])
     if not prompts:
         raise ValueError(f"{path} holds no prompts.")

@@ -82,20 +82,24 @@ def check_file(path: Path) -> Path:
     if not path.name.removesuffix(".gz").endswith((".jsonl", ".txt")):
         raise ValueError(f"{path} is not a data file: {FILE_TYPES} are read.")
     # Now, not hours into the run.
-    decoder, position, blank = codecs.getincrementaldecoder("utf-8")(), 0, True
+    decoder, position, blank, line = codecs.getincrementaldecoder("utf-8")(), 0, True, 1
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             while chunk := file.read(1 << 20):
                 pending = len(decoder.getstate()[0])
                 blank = not decoder.decode(chunk).strip() and blank
                 position += len(chunk)
+                line += chunk.count(b"\n")
             pending, chunk = len(decoder.getstate()[0]), b""
             decoder.decode(b"", final=True)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"the data file {path} is truncated or damaged ({error}); fetch it again.") from error
     except UnicodeDecodeError as error:
         place = position - pending + error.start
-        raise ValueError(f"the data file {path} is not UTF-8 (at byte {place}); convert it first.") from error
+        line += chunk[: max(error.start - pending, 0)].count(b"\n")
+        raise ValueError(
+            f"the data file {path} is not UTF-8 (line {line}, at byte {place}); convert it first."
+        ) from error
     if blank:
         raise ValueError(f"the data file {path} is empty.")
     return path

@@ -1,5 +1,6 @@
 """JSON-lines files, gzipped or not: how every stage reads its rows."""
 
+import codecs
 import gzip
 import json
 import os
@@ -12,7 +13,7 @@ def read_rows(
     needed: tuple[str, ...] = (),
     convert: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a JSON-lines file; empty lines count for nothing.
+    """Yields the objects of a JSON-lines file; empty lines, and a byte-order mark at the start, count for nothing.
 
     Args:
         path: the file; read as gzip if its name ends in `.gz`.
@@ -20,15 +21,20 @@ def read_rows(
         convert: what is made of a row before they are looked for; may raise `ValueError`.
 
     Raises:
-        ValueError: a line is no JSON object, lacks a key or is not converted; names the file and the line.
+        ValueError: a line is not UTF-8 or no JSON object, lacks a key or is not converted; names file and line.
     """
     opener = gzip.open if str(path).endswith(".gz") else open
-    with opener(path, "rt", encoding="utf-8") as lines:
+    with opener(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
             try:
-                row = json.loads(line)
+                text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode("utf-8").strip()
+                if not text:
+                    continue
+                row = json.loads(text)
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path}, line {number}: not UTF-8 (at byte {error.start + 1} of it); convert the file."
+                ) from error
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}).") from error
             if not isinstance(row, dict):

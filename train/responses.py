@@ -99,17 +99,26 @@ def respond(arguments: RespondArguments) -> dict[str, Any]:
 
 def prompt_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Rows with `id` and `prompt`; a prompt of `osprey generate` and `osprey bench` is the only one of its `turns`."""
-    return read_rows(check_file(path), ("id", "prompt"), convert=with_prompt)
+    return read_rows(check_file(path), convert=with_prompt)
 
 
 def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    """Raises `ValueError` for several turns: the later ones follow answers that nobody has given yet."""
+    """The row with `id` and a `prompt`; raises `ValueError` where it has none.
+
+    Nor may there be several turns: the later ones follow answers that nobody has given yet.
+    """
     turns = row.get("turns")
-    if "prompt" in row or turns is None:
-        return row
-    if not isinstance(turns, list) or len(turns) != 1:
-        raise ValueError(f"the row {row.get('id')!r} has not one turn in `turns`: leave the later ones out.")
-    return {name: value for name, value in row.items() if name != "turns"} | {"prompt": turns[0]}
+    if "prompt" not in row and turns is not None:
+        if not isinstance(turns, list) or len(turns) != 1:
+            raise ValueError(f"the row {row.get('id')!r} has not one turn in `turns`: leave the later ones out.")
+        row = {name: value for name, value in row.items() if name != "turns"} | {"prompt": turns[0]}
+    if missing := [name for name in ("id", "prompt") if name not in row]:
+        raise ValueError(
+            f"the row has no `{missing[0]}`: rows hold `id` and `prompt`, or `id`, `domain`, `language` and `turns`."
+        )
+    if not isinstance(row["prompt"], str) or not row["prompt"].strip():
+        raise ValueError(f"the prompt of the row {row['id']!r} is blank, or no text.")
+    return row
 
 
 def answered_ids(out: Path) -> set[str]:

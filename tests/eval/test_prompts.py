@@ -29,7 +29,13 @@ def test_rows_in_order(tmp_path):
     ("line", "message"),
     [
         ('{"id": ', r"line 2: not JSON"),
-        ("[1]", r"line 2: a prompt needs the texts 'id', 'domain' and 'language'"),
+        (
+            "[1]",
+            r"line 2: a prompt needs the texts 'id', 'domain', 'language' and .* 'turns', or only 'id' and 'prompt'",
+        ),
+        (json.dumps({"prompt": "x"}), r"line 2: a prompt needs the texts"),
+        (json.dumps({"id": "b", "prompt": " \n\t"}), r"line 2: .* 'prompt' a text, none of them blank"),
+        (json.dumps(ROW | {"turns": ["x", " \u00a0"]}), r"line 2: 'turns' must be .* none of them blank"),
         (json.dumps(ROW | {"id": 3}), r"line 2: a prompt needs the texts"),
         (json.dumps(ROW | {"turns": []}), r"line 2: 'turns' must be a list of one or more texts"),
         (json.dumps(ROW | {"turns": "Hello?"}), r"line 2: 'turns' must be"),
@@ -40,6 +46,15 @@ def test_rows_in_order(tmp_path):
 def test_bad_rows_are_named(tmp_path, line, message):
     path = write(tmp_path / "p.jsonl", json.dumps(ROW), line)
     with pytest.raises(ValueError, match=message):
+        load_prompts(path)
+
+
+def test_encodings(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(ROW).encode() + b"\r\n")
+    assert load_prompts(path) == [Prompt("a", "chat", "en", ("Hello?", "And then?"))]
+    path.write_bytes(json.dumps(ROW).encode() + b'\n{"id": "caf\xe9"}\n')
+    with pytest.raises(ValueError, match=r"p.jsonl, line 2: not UTF-8 \(at byte 12 of it\); convert the file"):
         load_prompts(path)
 
 

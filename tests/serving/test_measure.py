@@ -202,6 +202,7 @@ def test_rows_with_a_prompt(fake):
         ('{"prompt": "a"}\n{"prompt"', "prompts.jsonl, line 2: not JSON"),
         ('{"prompt": "a"}\n\n{"text": "b"}', "prompts.jsonl, line 3: a row needs `turns`"),
         ('{"turns": []}', "prompts.jsonl, line 1: a row needs `turns`"),
+        ('{"prompt": "a"}\n{"prompt": " "}', "prompts.jsonl, line 2: a row needs .* not a blank one"),
         ('["a"]', "prompts.jsonl, line 1: a row needs `turns`"),
         ("\n", "prompts.jsonl holds no prompts"),
     ],

@@ -16,6 +16,17 @@ def test_rows_of_plain_and_compressed_files(tmp_path):
         assert list(read_rows(tmp_path / name, ("id",))) == [{"id": 1}, {"id": 2}]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"id": "\xc3\xa9"}\r\n{"id": 2}\r\n')
+    assert list(read_rows(tmp_path / "a.jsonl")) == [{"id": "é"}, {"id": 2}]
+
+
+def test_another_encoding_is_named_with_its_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"id": 1}\n{"id": "caf\xe9"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: not UTF-8 \(at byte 12 of it\); convert the file"):
+        list(read_rows(tmp_path / "a.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [("{oops", "not JSON"), ("[1]", "a JSON object is due"), ('{"name": 1}', "the row has no `id`")],

@@ -140,12 +140,17 @@ def test_a_loop_ends_the_answer(files, monkeypatch):
 
 def test_refusals(files, capsys):
     (files / "bad.jsonl").write_text('{"id": "a", "prompt": "b"}\n{"id": "c"}\n')
+    (files / "blank.jsonl").write_text('{"id": "a", "prompt": "b"}\n{"id": "b", "prompt": " \\n"}\n')
+    (files / "latin.jsonl").write_bytes(b'{"id": "a", "prompt": "b"}\n{"id": "caf\xe9"}\n')
     (files / "two.jsonl").write_text('{"id": "d", "turns": ["one", "two"]}\n')
     (files / "text.jsonl").write_text("no response\n")
     run = ["respond", "--target", str(files / "target"), "--out", str(files / "new.jsonl")]
     cases = {
         ("--prompts", str(files / "none.jsonl")): "there is no data file",
-        ("--prompts", str(files / "bad.jsonl")): "line 2: the row has no `prompt`",
+        ("--prompts", str(files / "bad.jsonl")): "line 2: the row has no `prompt`: rows hold `id` and `prompt`, or",
+        ("--prompts", str(files / "blank.jsonl")): "line 2: the prompt of the row 'b' is blank, or no text",
+        ("--prompts", str(files / "latin.jsonl")): "latin.jsonl is not UTF-8 (line 2, at byte 38)",
+        ("--prompts", str(files / "prompts.jsonl"), "--temperature", "nan"): "must be more than zero, and finite",
         (
             "--prompts",
             str(files / "two.jsonl"),
