@@ -1,6 +1,7 @@
 """Ends that come from outside: SIGTERM, and a reader of the output that has gone. Imports nothing heavy."""
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -39,8 +40,12 @@ def sigterm_as_interrupt() -> Iterator[None]:
 def reader_has_gone() -> bool:
     """Whether nothing reads what we print any more (`| head`); what is left is then dropped."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is flushed at exit must not fail again
-        return True
-    return False
+        output = sys.stdout.fileno()
+    except OSError:  # no stream of the system's
+        return False
+    poll = select.poll()
+    poll.register(output, 0)
+    if not poll.poll(0):  # only errors and hang-ups are reported
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # what is flushed at exit must not fail again
+    return True

@@ -110,12 +110,16 @@ from osprey.train.checkpoints import atomic_folder
 
 def work():
     with atomic_folder(sys.argv[1]):
+        ready, write = os.pipe()
         worker = os.fork()
         if worker == 0:
             try:
+                os.write(write, b"!")
                 time.sleep(60)
             finally:
                 print("the worker cleared", flush=True)
+                os._exit(1)
+        os.read(ready, 1)
         os.kill(worker, signal.SIGTERM)
         print(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]), flush=True)
         try:
@@ -155,12 +159,18 @@ def test_handlers_of_others_stay(verb):
     assert seen[1] is handler
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["generate", "--help"]])
-def test_a_reader_that_has_gone_is_no_error(argv):
+@pytest.mark.parametrize(
+    ("argv", "unbuffered"), [(["--help"], ""), (["--help"], "1"), (["--version"], ""), (["generate", "--help"], "")]
+)
+def test_a_reader_that_has_gone_is_no_error(argv, unbuffered):
     read, write = os.pipe()
     os.close(read)
     process = subprocess.run(
-        [sys.executable, "-m", "osprey.cli.main", *argv], stdout=write, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "osprey.cli.main", *argv],
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     os.close(write)
     assert (process.returncode, process.stderr) == (141, "")
