@@ -25,7 +25,7 @@ VERBS = {
     "baseline": "an untrained EAGLE-3-style drafter, to distill and compare with",
     "push": "publish a drafter or a backbone on the Hub",
     "pull": "fetch one from the Hub, by name or the best for a target",
-    "zoo": "list the drafters and backbones there are: on the Hub and on this machine",
+    "zoo": "list the drafters and backbones on the Hub, in its local cache and in given folders",
     "import": "turn a checkpoint that the paper's authors released into a drafter folder",
     "bench": "acceptance and speed by domain and language, beside baselines; plots",
     "card": "put a benchmark's figures into a drafter's model card",

@@ -52,6 +52,9 @@ def find_model(kind: str, name: str) -> str:
         return name
     if not (folder / "config.json").is_file():
         raise OSError(f"{name} is a folder without config.json, so it holds no {kind}.")
+    from osprey.hub_cards.layout import read_json
+
+    read_json(folder / "config.json")  # refuses what is no JSON object; of some, transformers has only a traceback
     return str(folder)
 
 

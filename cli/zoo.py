@@ -22,13 +22,18 @@ def main(argv: list[str]) -> int:
     go_offline_without_network()
     entries, reached = zoo(arguments.target, arguments.folders)
     if not reached:
-        print("The Hub cannot be reached: this is what lies on this machine.", file=sys.stderr)
+        print("The Hub cannot be reached: this is what lies in its local cache and in --folders.", file=sys.stderr)
     if as_json:
         print(json.dumps([asdict(entry) for entry in entries], ensure_ascii=False))
     elif entries:
         print(format_zoo(entries))
     else:
-        print(f"nothing{f' for {arguments.target}' if arguments.target else ''} was found")
+        what = f" for {arguments.target}" if arguments.target else ""
+        where = "on the Hub, in its local cache" if reached else "in the Hub's local cache"
+        folders = (
+            f"or in {', '.join(arguments.folders)}" if arguments.folders else "(--folders DIR looks into folders)"
+        )
+        print(f"no drafter or backbone{what} was found {where} {folders}")
     return 0
 
 

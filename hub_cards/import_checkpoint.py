@@ -72,6 +72,8 @@ def read_checkpoint(folder: str | Path) -> ReleasedCheckpoint:
         raise ValueError(f"{folder} is no checkpoint, it has no config.json: name the folder that has one.") from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): fetch the checkpoint again.") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a JSON object: fetch the checkpoint again.")
     refuse_other_kinds(folder, config)
     if missing := [key for key in NEEDED if key not in config]:
         raise ValueError(f"{path} lacks {', '.join(missing)}: fetch the checkpoint again, nothing is guessed.")

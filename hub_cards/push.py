@@ -33,6 +33,10 @@ def push(arguments: PushArguments) -> dict[str, Any]:
     Raises:
         ValueError, OSError: the folder may not be published, or the Hub refuses; one sentence.
     """
+    api = HfApi()
+    if not arguments.dry_run:
+        with hub_sentences(arguments.repo):
+            refuse_read_token(api)  # at once, not after minutes with the weights
     checked = check_folder(arguments.folder)
     record = {
         "repo": arguments.repo,
@@ -44,9 +48,7 @@ def push(arguments: PushArguments) -> dict[str, Any]:
     }
     if arguments.dry_run:
         return record
-    api = HfApi()
     with hub_sentences(arguments.repo, arguments.revision):
-        refuse_read_token(api)
         api.create_repo(arguments.repo, private=arguments.private or None, exist_ok=True)
         info = api.model_info(arguments.repo)
         refuse_other_repo(info, arguments)
@@ -62,7 +64,7 @@ def push(arguments: PushArguments) -> dict[str, Any]:
 
 
 def refuse_read_token(api: HfApi) -> None:
-    """A token that may only read is told before anything is uploaded."""
+    """Raises `OSError` for a token that may only read; the client itself raises where there is none."""
     access = (api.whoami().get("auth") or {}).get("accessToken") or {}
     if access.get("role") == "read":
         raise OSError("the token can only read: make one with write permission and run `hf auth login` with it.")

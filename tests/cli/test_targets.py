@@ -183,6 +183,15 @@ def test_folder_without_config(tmp_path):
         targets.resolve_target(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("content", "sentence"), [(b"{", "is not JSON"), (b"\xff", "is not JSON"), (b"[1]", "is not a JSON object")]
+)
+def test_config_that_is_none(tmp_path, content, sentence):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"config.json {sentence}.*: correct it"):
+        targets.resolve_target(str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["./missing", "/no/such/folder", "~/missing-target", "a/b/c", "missing/"])
 def test_missing_folder(name):
     with pytest.raises(OSError, match="unknown target .*: there is no such folder"):

@@ -232,6 +232,7 @@ def test_truncated_weights(tmp_path, target, keep):
     [
         ("config.json", None, "has no config.json"),
         ("config.json", b"{", "config.json is not JSON"),
+        ("config.json", b"[1]", "config.json is not a JSON object: fetch"),
         ("model.safetensors", None, "has no model.safetensors: fetch it again .* other formats"),
         ("model.safetensors.index.json", b"{}", "is no index of weights"),
     ],

@@ -8,6 +8,7 @@ from loopback_hub import answer
 from loopback_repos import READ_TOKEN, WRITE_TOKEN
 
 from osprey.cli.main import main as osprey
+from osprey.hub_cards import push as push_module
 
 REPO = "loop/osprey-tiny"
 
@@ -127,6 +128,7 @@ def test_tokens_that_do_not_do(hub, folders, capsys, monkeypatch, case):
     environment, sentence = REFUSALS[case]
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(push_module, "check_folder", lambda _: pytest.fail("the weights were read first"))
     assert sentence in refused(capsys, folders / "drafter")
     assert hub.repos == {} and hub.objects == {}
 

@@ -89,6 +89,16 @@ def test_what_lies_on_this_machine(published, folders, tmp_path, capsys):
         zoo(folders=[tmp_path / "none"])
 
 
+def test_where_nothing_was_found(hub, tmp_path, capsys, monkeypatch):
+    osprey(["zoo", "--target", "loop/unknown"])
+    found = "no drafter or backbone for loop/unknown was found on the Hub, in its local cache (--folders DIR looks"
+    assert capsys.readouterr().out.startswith(found)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    osprey(["zoo", "--folders", str(tmp_path)])
+    where = f"in the Hub's local cache or in {tmp_path}\n"
+    assert capsys.readouterr().out == f"no drafter or backbone was found {where}"
+
+
 def test_damaged_folders_are_passed_over(hub, folders, tmp_path):
     for name, file in (("one", "config.json"), ("two", "README.md")):
         folder = shutil.copytree(folders / "drafter", tmp_path / "zoo" / name)
