@@ -149,7 +149,8 @@ def measure(arguments: BenchArguments, items: list["Item"], runs: Path, argv: li
     pair, peers = load_peers(arguments, named, items)
     misfits: list[str] = []
     if arguments.context_lengths:
-        items, misfits = lengthen(items, arguments.context_lengths, pair.tokenizer, plan.max_new_tokens)
+        suite = load_items(arguments.suite, None)
+        items, misfits = lengthen(items, suite, arguments.context_lengths, pair.tokenizer, plan.max_new_tokens)
     settings = settings_of(arguments, pair, peers, named, items)
     notes = {"plain_scale": pair.plain_scale, "plain_probe": pair.probe}
     journal = Journal(runs, settings, notes)

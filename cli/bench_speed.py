@@ -127,12 +127,13 @@ def all_runs(arguments: SpeedArguments, drafter: str, items: list["Item"]) -> It
 
 def lengthened(arguments: SpeedArguments, pair: "Pair", items: list["Item"]) -> list["Item"]:
     """Some of the prompts at each context length, behind the others."""
+    from osprey.cli.bench import load_items
     from osprey.eval.contexts import lengthen
     from osprey.eval.suites import spread
 
-    long: list[Item] = []
+    suite, long = load_items(arguments.suite, None), []
     for length in arguments.context_lengths:
-        fitting, _ = lengthen(items, [length], pair.tokenizer, arguments.max_new_tokens)
+        fitting, _ = lengthen(items, suite, [length], pair.tokenizer, arguments.max_new_tokens)
         long += spread(fitting, arguments.context_prompts)
     return long
 

@@ -12,12 +12,12 @@ CHARACTERS_PER_TOKEN = 8  # more than any language has on average
 
 
 def lengthen(
-    items: list[Item], lengths: list[int], tokenizer: PreTrainedTokenizerBase, new_tokens: int
+    items: list[Item], suite: list[Item], lengths: list[int], tokenizer: PreTrainedTokenizerBase, new_tokens: int
 ) -> tuple[list[Item], list[str]]:
     """Each item once for each of `lengths`, at most so many tokens long together with `new_tokens` new ones.
 
-    The notes are other prompts of the suite, each at most once: repeated text would flatter copying. Of several turns
-    only the first is asked.
+    The notes are other prompts of the whole `suite`, each at most once: repeated text would flatter copying. Of
+    several turns only the first is asked.
 
     Returns:
         The long items, and the ids of those whose own prompt does not fit.
@@ -25,10 +25,12 @@ def lengthen(
     Raises:
         ValueError: the suite has too little text for such a context, or no prompt fits into any.
     """
+    places = {(item.file, item.prompt.id): place for place, item in enumerate(suite)}
     long, misfits = [], []
     for length in lengths:
-        for index, item in enumerate(items):
-            others = [other.prompt.turns[0] for other in items[index + 1 :] + items[:index]]
+        for item in items:
+            place = places[item.file, item.prompt.id]
+            others = [other.prompt.turns[0] for other in suite[place + 1 :] + suite[:place]]
             text = fill(item.prompt.turns[0], others, length - new_tokens, tokenizer)
             name = f"{item.prompt.id}@{length}"
             if text is None:

@@ -151,7 +151,7 @@ def test_contexts_are_filled_with_other_prompts(models):
     tokenizer = models[1]
     texts = [letter * 150 for letter in "pqr"]
     items = [item(text[0], text, "later turn") for text in texts]
-    long, misfits = lengthen(items, [300, 400], tokenizer, new_tokens=20)
+    long, misfits = lengthen(items, items, [300, 400], tokenizer, new_tokens=20)
     assert misfits == [] and [each.prompt.id for each in long] == [
         "p@300",
         "q@300",
@@ -163,12 +163,13 @@ def test_contexts_are_filled_with_other_prompts(models):
     for each in long:
         assert count(tokenizer, each.prompt.turns[0]) == each.context_length - 20  # bytes: cuts change no token
         assert texts["pqr".index(each.prompt.id[0])] in each.prompt.turns[0] and len(each.prompt.turns) == 1
+    assert lengthen(items[:1], items, [400], tokenizer, new_tokens=20)[0] == [long[3]]  # notes of the whole suite
     assert "q" * 61 in long[3].prompt.turns[0] and "p" * 151 not in long[3].prompt.turns[0]
-    assert lengthen(items, [200, 300], tokenizer, new_tokens=20)[1] == ["p@200", "q@200", "r@200"]
+    assert lengthen(items, items, [200, 300], tokenizer, new_tokens=20)[1] == ["p@200", "q@200", "r@200"]
     with pytest.raises(ValueError, match="no prompt of the suite fits into 200 tokens together with 20 new ones"):
-        lengthen(items, [200], tokenizer, new_tokens=20)
+        lengthen(items, items, [200], tokenizer, new_tokens=20)
     with pytest.raises(ValueError, match="too little text to fill such a context: 302 tokens"):
-        lengthen(items, [900], tokenizer, new_tokens=20)
+        lengthen(items, items, [900], tokenizer, new_tokens=20)
 
 
 def test_warm_up_runs_every_peer(models, monkeypatch):
