@@ -21,17 +21,17 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 SHORT_TEXT = 1024  # tokens up to which a text costs alike; from there on for each doubling
-SCHEDULE_ROUNDS = 6  # a pair's first: twice the longest draft, none, one token, to measure what each costs
+SCHEDULE_ROUNDS = 6  # the first at each length: twice the longest draft, none, one token, to measure what each costs
 RECENT = 9  # measurements of a kind that count
 PLAIN_EVERY = 64  # rounds without a plain step after which one stands in for a draft, to be measured again
 PROBE_EVERY = 16  # rounds after which what does not pay is tried again; sooner where it has just ceased to pay
 MEMORY = 32  # drafted rounds over which a call's rate is averaged, and
 START_WEIGHT = 8  # how many of them the average of earlier calls counts for
-FORGET = 400  # tokens of a kind, and rounds of a pair, after which older ones count less
+FORGET = 400  # tokens of a kind, and rounds at a length, after which older ones count less
 LONGEST_UNMEASURED_COPY = 10  # tokens, where nothing says what a row of a verification costs
 PRIOR_WEIGHT = 4  # tokens that the guess before any measurement counts for
 COPY_PRIOR = 0.7  # that guess for a copied token, a hopeful one: what is not tried stays unknown
-EXPLORE_SHARE = 0.01  # of all time that trials may lose, beside
+EXPLORE_SHARE = 0.01  # of all time at a length that trials may lose, beside
 EXPLORE_STEPS = 2  # plain steps
 
 

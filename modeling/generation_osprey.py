@@ -34,7 +34,8 @@ DEFAULT_ADAPTIVE_DRAFT_LENGTH = None  # where decoding is greedy: a sampled text
 DEFAULT_LOOKUP_NUM_TOKENS = 10
 DEFAULT_LOOKUP_NGRAM_SIZE = 2
 LONGEST_NGRAM = 5
-PROMPT_WINDOW = 1024  # last positions of a prompt that the drafter reads
+# Last positions of a prompt that the drafter reads: it was trained on texts that short, and copies see all of it.
+PROMPT_WINDOW = 1024
 CHUNK = 512  # positions that the drafter runs over at once, and the most that wait for it
 
 
@@ -115,7 +116,8 @@ class OspreyCandidateGenerator(CandidateGenerator):
         if is_first_iteration:  # the target has not run yet, there is nothing to read
             self.model_kwargs_overrides |= self.uncached_inputs(input_ids, model_kwargs or {})
             return input_ids, None
-        self.policy.start_round(length)
+        cache = (model_kwargs or {}).get("cache")  # it knows of positions that came without ids
+        self.policy.start_round(max(length, int(cache.get_seq_length()) + 1 if cache is not None else 0))
         room = self.max_length - length - 1
         if room <= 0:
             return input_ids, None
@@ -232,11 +234,11 @@ class OspreyCandidateGenerator(CandidateGenerator):
     ) -> None:
         """Keep the tokens (`[1, T]`) and taps (`[1, T, 3H]`) that the last verification made known.
 
-        At the prefill these are all positions that the target has just computed: the whole prompt, or what follows
-        a cache that the caller brought (earlier positions have no taps, and the drafter does without them, counting
-        its positions from there). Left padding is dropped, so that the drafter needs no mask. Where more than a
-        chunk would wait, the drafter runs over what does: its memory does not grow with the prompt, nor with a text
-        that is all copies.
+        At the prefill these are the last `PROMPT_WINDOW` of the positions that the target has just computed: of the
+        prompt, or of what follows a cache that the caller brought (earlier positions have no taps). The drafter does
+        without those before, and counts its positions from there. Left padding is dropped, so that the drafter needs
+        no mask. Where more than a chunk would wait, the drafter runs over what does: its memory does not grow with the
+        prompt, nor with a text that is all copies.
         """
         states = [model_outputs.hidden_states[i] for i in self.hidden_state_ids]
         is_first = self.num_cached == 0 and not self.unread

@@ -7,16 +7,16 @@ a verification of two rows takes twice a plain step for that reason alone.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface, GenerationMixin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-GROUPED = "osprey_grouped"
 FEW_POSITIONS = 64  # more than a verification has rows, and few enough that their mask is small
 
 
@@ -36,37 +36,47 @@ def attend_in_groups(
     return output.reshape(batch, heads, length, head_dim).transpose(1, 2)
 
 
-def grouped_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa, in groups where a mask covers few positions and is the same for all heads."""
-    few = attention_mask is not None and query.shape[2] <= FEW_POSITIONS and attention_mask.shape[1] == 1
-    is_plain = dropout == 0.0 and kwargs.get("position_bias") is None and kwargs.get("softcap") is None
-    if few and is_plain and query.shape[1] > key.shape[1]:
-        return attend_in_groups(query, key, value, attention_mask, scaling), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-
-
-AttentionInterface.register(GROUPED, grouped_attention_forward)
-AttentionMaskInterface.register(GROUPED, sdpa_mask)
+def can_group(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
+    """Whether these are few queries on a CPU that share key heads, behind one mask for all heads."""
+    few = attention_mask is not None and attention_mask.shape[1] == 1 and query.shape[2] <= FEW_POSITIONS
+    return few and query.device.type == "cpu" and query.shape[1] > key.shape[1]
 
 
 @contextmanager
-def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, `model` attends in groups if it is on a CPU and uses sdpa; nothing else changes but float noise."""
-    config = model.config
-    if model.device.type != "cpu" or config._attn_implementation != "sdpa":
-        yield
-        return
-    config._attn_implementation = GROUPED
+def grouped_attention() -> Iterator[None]:
+    """Inside, in this thread, models that use sdpa attend in groups where they can; only float noise changes."""
+    token = GenerationMixin._osprey_groups.set(True)
     try:
         yield
     finally:
-        config._attn_implementation = "sdpa"
+        GenerationMixin._osprey_groups.reset(token)
+
+
+def install_grouped_attention() -> None:
+    """Let transformers' sdpa heed `grouped_attention`; a second call, also from another copy, does nothing.
+
+    Not an implementation under a name of its own: some models ask whether theirs is called sdpa.
+    """
+    if hasattr(GenerationMixin, "_osprey_groups"):
+        return
+    GenerationMixin._osprey_groups = ContextVar("osprey_groups", default=False)
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    @wraps(sdpa)
+    def sdpa_or_groups(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        wanted = not torch.compiler.is_compiling() and GenerationMixin._osprey_groups.get()
+        is_plain = dropout == 0.0 and kwargs.get("position_bias") is None and kwargs.get("softcap") is None
+        if wanted and is_plain and can_group(query, key, attention_mask):
+            return attend_in_groups(query, key, value, attention_mask, scaling), None
+        return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+    AttentionInterface.register("sdpa", sdpa_or_groups)

@@ -6,7 +6,7 @@ methods `osprey_check_target`, `osprey_decode` and `osprey_candidate_generator`.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -19,7 +19,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from .attention_osprey import grouped_attention
+from .attention_osprey import grouped_attention, install_grouped_attention
 
 
 @dataclass
@@ -89,19 +89,21 @@ class AssistedCall(BaseStreamer):
         self.tokens_to_remove = 0
 
     def osprey_candidate_generator(self, target: PreTrainedModel, **kwargs) -> CandidateGenerator:
-        self.while_decoding.enter_context(grouped_attention(target))
         self.generator = self.drafter.osprey_candidate_generator(target, **kwargs)
         return self.generator
 
     def run(self, assisted_decoding: Callable, input_ids: torch.LongTensor, **kwargs) -> Any:
         """What `assisted_decoding` returns for this call, without what follows a stop inside the last draft."""
         kwargs |= {"stopping_criteria": self, "streamer": self if self.streamer is not None else None}
-        with ExitStack() as self.while_decoding:
+        if self.cache is not None:
+            self.crop_cache = self.cache.crop
+            self.cache.crop = self.postpone_crop  # hides the method of this cache
+        try:
+            with grouped_attention():
+                output = assisted_decoding(input_ids, assistant_model=self, **kwargs)
+        finally:
             if self.cache is not None:
-                self.crop_cache = self.cache.crop
-                self.cache.crop = self.postpone_crop  # hides the method of this cache
-                self.while_decoding.callback(delattr, self.cache, "crop")
-            output = assisted_decoding(input_ids, assistant_model=self, **kwargs)
+                del self.cache.crop
         return self.crop_output(output)
 
     def postpone_crop(self, tokens_to_remove: int) -> None:
@@ -149,6 +151,7 @@ def install() -> None:
     Whatever is done for a drafter is a method of that drafter, so that drafters whose code comes from different
     revisions work side by side; every other assistant is passed through.
     """
+    install_grouped_attention()
     if getattr(GenerationMixin, "_osprey_installed", False):
         return
     get_candidate_generator = GenerationMixin._get_candidate_generator

@@ -23,7 +23,9 @@ class World:
         self.first, self.following, self.chances = first, following, chances
         self.confidence = confidence or (lambda chance: chance)  # what the drafter says where the truth is `chance`
         self.random, self.now = random.Random(seed), 0.0
-        self.pair, self.length = PairStatistics(), 0  # of the text
+        self.pair = PairStatistics()
+        self.length, self.grows = 0, False  # of the text
+        self.long_factor = 1  # of what verifying costs behind 1,024 tokens and more
         self.cold = set(cold)  # what takes three times as long at first: "first", "next", widths of verifications
 
     def wait(self, kind, seconds):
@@ -31,7 +33,8 @@ class World:
         self.cold.discard(kind)
 
     def verification(self, width):
-        return self.plain if width == 1 else self.rows + self.row * width
+        seconds = self.plain if width == 1 else self.rows + self.row * width
+        return seconds * (self.long_factor if self.length >= 1024 else 1)
 
     def rate_of(self, length):
         """Tokens a second of drafting always `length` tokens of average chance."""
@@ -61,6 +64,7 @@ class World:
             accepted = next((i for i, chance in enumerate(chances) if self.random.random() >= chance), len(chances))
             policy.verified(accepted)
             tokens += accepted + 1
+            self.length += (accepted + 1) * self.grows
             done.append((copied, len(chances) - copied))
         return tokens / (self.now - start), done
 
@@ -95,15 +99,26 @@ def test_the_analytic_optimum(costs, chance):
 def test_long_texts_have_costs_of_their_own():
     """Short and long prompts in turn, where drafts pay in both and a long text's plain step costs four short ones."""
     world = World(**COSTS["cheap rows"], chances=[0.7])
-    short = dict(vars(world))
-    dearer = {name: 4 * short[name] for name in ("plain", "rows", "row")}
+    world.long_factor = 4
     for call in range(12):
-        vars(world).update({"length": 3000, **dearer} if call % 2 else {"length": 50, **{n: short[n] for n in dearer}})
+        world.length = 3000 if call % 2 else 50
         _, done = world.run(30, 4)
         if call > 3:
             assert sum(drafted == 0 for _, drafted in done) <= 2, (call, done)
     assert world.pair.at(3000) is world.pair.at(2048) is not world.pair.at(50)
     assert world.pair.at(1023) is world.pair.at(50) is not world.pair.at(1024)
+
+
+def test_a_text_grows_past_a_length():
+    """A round's seconds belong to where it began, and from the limit on all is measured anew."""
+    world = World(**COSTS["cheap rows"], chances=[0.7])
+    world.length, world.grows, world.long_factor = 990, True, 4
+    world.run(40, 4)
+    for at, factor in ((1023, 1), (1024, 4)):
+        costs = world.pair.at(at)
+        assert costs.scheduled == controller_osprey.SCHEDULE_ROUNDS
+        seconds = [one for width, recent in costs.samples.items() if isinstance(width, int) for one in recent]
+        assert len(seconds) > 6 and factor * 0.98 < min(seconds) and max(seconds) < factor * 1.1
 
 
 def test_confidences_are_used_and_corrected():
