@@ -32,7 +32,10 @@ def parse(
     Raises:
         ValueError, OSError: a flag is wrong or missing, or the recipe cannot be read or has an unknown key.
     """
-    parser = DataclassParser(kinds, prog=prog, description=description, formatter_class=HelpFormatter)
+    # No abbreviations: what looks for `--config` before (and for `--features`, `--speed`) does not know them.
+    parser = DataclassParser(
+        kinds, prog=prog, description=description, formatter_class=HelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--config", help="YAML file with values for these options; flags override it")
     parser.add_argument("--json", action="store_true", help="print the result as JSON (takes no file name)")
     names = [positional] if isinstance(positional, str) else positional

@@ -43,6 +43,7 @@ def test_positionals_recipe_and_flags(tmp_path):
         (["soup", "me"], "unexpected argument 'me'"),
         (["soup", "--minuts", "3"], "there is no option --minuts, did you mean --minutes"),
         (["soup", "--minutes", "long"], "invalid int value: 'long'"),
+        (["soup", "--conf", "recipe.yaml"], "there is no option --conf, did you mean --config"),
         (["soup", "--config"], "expected one argument"),
         (["soup", "--config", "none.yaml"], "none.yaml"),
     ],
