@@ -8,7 +8,6 @@ trainer_state.json, its training curves). ``osprey bench --speed`` measures wher
 import argparse
 import hashlib
 import json
-import math
 import os
 import platform
 import shlex
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osprey.cli.arguments import parse
+from osprey.cli.parser import check_bounds
 from osprey.cli.targets import DEFAULT_TARGET, find_model
 from osprey.train.checkpoints import hub_commit, public_name, versions, weights_sha256, write_json
 
@@ -99,16 +99,13 @@ def check_arguments(arguments: BenchArguments) -> None:
     if arguments.out is None or not arguments.out.endswith(".json"):
         raise ValueError("--out names the result file, and must end in .json.")
     check_writable(Path(arguments.out))
-    for flag, values, least in (
-        ("--max_new_tokens", [arguments.max_new_tokens], 1),
-        ("--threads", [arguments.threads], 1),
-        ("--lookup_num_tokens", [arguments.lookup_num_tokens], 0),
+    check_bounds(
+        ("--max_new_tokens", arguments.max_new_tokens, 1),
+        ("--threads", arguments.threads, 1),
+        ("--lookup_num_tokens", arguments.lookup_num_tokens, 0),
         ("--temperatures", arguments.temperatures, 0),
         ("--context_lengths", arguments.context_lengths, 1),
-    ):
-        for value in values:
-            if value is not None and not least <= value < math.inf:
-                raise ValueError(f"{flag}: {value} must be at least {least} and finite.")
+    )
     if arguments.weights not in (None, "fp16", "fp32"):
         raise ValueError(f"--weights is {arguments.weights}, but must be fp16 or fp32.")
     arguments.draft_lengths = expand_lengths(arguments.draft_lengths)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from osprey.cli.arguments import parse
+from osprey.cli.parser import check_bounds
 from osprey.cli.targets import DEFAULT_TARGET, find_model
 from osprey.train.checkpoints import public_name
 
@@ -82,15 +83,8 @@ def main(argv: list[str]) -> int:
 def check_arguments(arguments: SpeedArguments) -> None:
     from osprey.cli.bench import expand_lengths
 
-    for flag, values in (
-        ("--max_new_tokens", [arguments.max_new_tokens]),
-        ("--repeats", [arguments.repeats]),
-        ("--threads", arguments.threads),
-        ("--context_lengths", arguments.context_lengths),
-        ("--context_prompts", [arguments.context_prompts]),
-    ):
-        if min(values, default=1) < 1:
-            raise ValueError(f"{flag}: {min(values)} is too small, it must be at least 1.")
+    for name in ("max_new_tokens", "repeats", "threads", "context_lengths", "context_prompts"):
+        check_bounds((f"--{name}", getattr(arguments, name), 1))
     if not arguments.weights or set(arguments.weights) - {"fp16", "fp32"}:
         raise ValueError(f"--weights is {' '.join(arguments.weights)}, but must be fp16, fp32 or both.")
     if arguments.clock not in ("wall", "process"):

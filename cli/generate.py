@@ -4,7 +4,6 @@ Streams each answer with the drafted tokens coloured, and ends with a table of s
 """
 
 import argparse
-import math
 import os
 import platform
 import sys
@@ -13,7 +12,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from osprey.cli.parser import Parser
+from osprey.cli.parser import Parser, check_bounds
 from osprey.cli.targets import DEFAULT_TARGET, find_model, resolve_target
 from osprey.eval.prompts import Prompt, check_length, encode, load_prompts
 from osprey.train.checkpoints import hub_commit, public_name, write_json
@@ -76,15 +75,13 @@ def build_parser() -> argparse.ArgumentParser:
 def check_arguments(arguments: argparse.Namespace) -> None:
     from osprey.cli.tables import check_writable
 
-    for flag, value, least in (
+    check_bounds(
         ("--max_new_tokens", arguments.max_new_tokens, 1),
         ("--threads", arguments.threads, 1),
         ("--num_assistant_tokens", arguments.num_assistant_tokens, 1),
         ("--lookup_num_tokens", arguments.lookup_num_tokens, 0),
         ("--temperature", arguments.temperature, 0),
-    ):
-        if value is not None and not least <= value < math.inf:
-            raise ValueError(f"{flag} is {value}, but must be at least {least} and finite.")
+    )
     threshold = arguments.confidence_threshold
     if threshold is not None and not 0 <= threshold <= 1:
         raise ValueError(f"--confidence_threshold is {threshold}, but must lie between 0 and 1.")

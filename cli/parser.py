@@ -1,6 +1,7 @@
 """What all verbs' options have in common: both spellings, and refusals in one sentence, as everything else's."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -21,3 +22,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; `{self.prog} --help` lists the options.")
+
+
+def check_bounds(*bounds: tuple[str, Any, float]) -> None:
+    """Raises `ValueError` for the first flag whose value, or one of its values, is below its least or not finite.
+
+    Args:
+        bounds: flag, value or list of values (None: not given), and the least that is allowed.
+    """
+    for flag, given, least in bounds:
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and not least <= value < math.inf:
+                raise ValueError(f"{flag} is {value}, but must be at least {least} and finite.")

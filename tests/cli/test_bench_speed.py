@@ -80,8 +80,8 @@ def test_tables(speed):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--repeats", "0"], "--repeats: 0 is too small"),
-        (["--threads", "2", "0"], "--threads: 0 is too small"),
+        (["--repeats", "0"], "--repeats is 0, but must be at least 1 and finite"),
+        (["--threads", "2", "0"], "--threads is 0, but must be at least 1 and finite"),
         (["--weights", "int8"], "must be fp16, fp32 or both"),
         (["--clock", "sun"], "must be wall or process"),
         (["--draft_lengths", "three"], "'three' is neither"),
