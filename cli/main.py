@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 
-from osprey.cli.endings import Terminated, reader_has_gone, sigterm_as_interrupt
+from osprey.train.endings import Terminated, reader_has_gone, sigterm_as_interrupt
 
 VERBS = {
     "prune": "stage 1: cut a small language model to its first few blocks",
@@ -77,9 +77,12 @@ def guarded(name: str, command: Callable[[], int]) -> int:
     try:
         with sigterm_as_interrupt():
             try:
-                return command()
-            finally:
-                sys.stdout.flush()  # here and not at exit, where a reader that has gone would be a traceback
+                status = command()
+            except SystemExit:  # argparse's, behind --help
+                flush()
+                raise
+            flush()
+            return status
     except ModuleNotFoundError as error:
         if os.environ.get("OSPREY_DEBUG") == "1" or (error.name or "").split(".")[0] == "osprey":
             raise
@@ -103,6 +106,14 @@ def guarded(name: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
+    finally:
+        reader_has_gone()  # then what an error left unprinted is dropped: at exit it would be one more traceback
+
+
+def flush() -> None:
+    """Now and not at exit, where a reader that has gone would be a traceback."""
+    if sys.stdout is not None:  # closed by `>&-`
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

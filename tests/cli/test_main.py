@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -12,6 +13,9 @@ import pytest
 from no_package import NO_EXTRAS
 
 from osprey.cli import main as command
+from osprey.train.endings import reader_has_gone
+
+select_poll = select.poll
 
 
 @pytest.fixture
@@ -143,6 +147,31 @@ def test_sigterm_clears_up_as_an_interrupt_does(tmp_path):
     assert process.returncode == 143 and list(tmp_path.iterdir()) == []
 
 
+SWALLOWED = """
+import os, signal
+from osprey.train.endings import Terminated, sigterm_as_interrupt
+
+with sigterm_as_interrupt():
+    for _ in range(3):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Terminated:
+            pass
+"""
+
+
+def test_a_swallowed_sigterm_does_not_make_deaf():
+    process = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (-signal.SIGTERM, "")
+
+
+def test_one_of_several_processes_ends_as_without_us(verb, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    seen = []
+    verb(lambda argv: seen.append(signal.getsignal(signal.SIGTERM)) or 0)
+    assert command.main(["prune"]) == 0 and seen == [signal.SIG_DFL]
+
+
 def test_handlers_of_others_stay(verb):
     def handler(number, frame):
         pass
@@ -174,6 +203,51 @@ def test_a_reader_that_has_gone_is_no_error(argv, unbuffered):
     )
     os.close(write)
     assert (process.returncode, process.stderr) == (141, "")
+
+
+def test_an_error_is_said_though_the_reader_has_gone():
+    fail = "from osprey.cli.main import guarded; import sys\n"
+    fail += "def work(): print('figures'); raise ValueError('no more')\nsys.exit(guarded('osprey prune', work))"
+    read, write = os.pipe()
+    os.close(read)
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    script = [sys.executable, "-c", fail]
+    process = subprocess.run(script, env=buffered, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (process.returncode, process.stderr) == (1, "osprey prune: no more\n")
+
+
+def test_a_closed_standard_output_is_no_error(verb, monkeypatch):
+    verb(lambda argv: print("figures") or 0)
+    monkeypatch.setattr(sys, "stdout", None)  # as `>&-` leaves it
+    assert command.main(["prune"]) == 0
+
+
+class PollOfMacOS:
+    """Reports only what it is asked for, or an error along with it."""
+
+    def __init__(self):
+        self.there = select_poll()
+
+    def register(self, output, events):
+        if events:
+            self.there.register(output, events)
+
+    def poll(self, timeout):
+        return self.there.poll(timeout)
+
+
+@pytest.mark.parametrize("reader", [True, False])
+def test_whether_the_reader_has_gone_on_macos(reader, monkeypatch):
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as stream:
+        if not reader:
+            os.close(read)
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(select, "poll", PollOfMacOS)
+        assert reader_has_gone() == (not reader)
+    if reader:
+        os.close(read)
 
 
 def test_another_broken_pipe_is_said(verb, capsys, monkeypatch):

@@ -16,19 +16,26 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """Within it SIGTERM raises `Terminated`, so that what is half done is cleared away; once, and in this process."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    """Within it SIGTERM raises `Terminated`, so that what is half done is cleared away; once, and in this process.
+
+    Of several processes under a launcher each ends as it would without us: one that waits for the others, inside a
+    collective operation, would never come to raise anything.
+    """
+    ours = threading.current_thread() is threading.main_thread() and os.environ.get("WORLD_SIZE", "1") == "1"
+    if not ours or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield  # only a main thread may set handlers, and somebody else's stays
         return
-    owner = os.getpid()
+    owner, received = os.getpid(), 0
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # a forked worker, which ends as it would without us
+        nonlocal received
+        received += 1
+        # A forked worker ends as it would without us. So do we at the third: the first was lost, as in a `__del__`.
+        if os.getpid() != owner or received > 2:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-            return
-        signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice: the second must not stop the clearing
-        raise Terminated
+        elif received == 1:  # `timeout` sends it twice: the second must not stop the clearing
+            raise Terminated
 
     signal.signal(signal.SIGTERM, terminate)
     try:
@@ -41,11 +48,11 @@ def reader_has_gone() -> bool:
     """Whether nothing reads what we print any more (`| head`); what is left is then dropped."""
     try:
         output = sys.stdout.fileno()
-    except OSError:  # no stream of the system's
+    except (AttributeError, OSError):  # closed before we began, or no stream of the system's
         return False
     poll = select.poll()
-    poll.register(output, 0)
-    if not poll.poll(0):  # only errors and hang-ups are reported
+    poll.register(output, select.POLLOUT)  # macOS reports nothing where nothing is asked for
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # what is flushed at exit must not fail again
     return True
