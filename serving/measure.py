@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from osprey.eval.prompts import json_lines  # these two bring no more than the standard library along
+from osprey.eval.prompts import json_lines  # these three bring no more than the standard library along
 from osprey.eval.suites import spread
+from osprey.train.endings import Terminated, sigterm_as_interrupt
 
 START_SECONDS = 1800  # importing vLLM takes minutes on a busy machine
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
@@ -218,6 +219,9 @@ def print_engine(name: str, records: list[dict[str, Any]], plain: list[dict[str,
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        with sigterm_as_interrupt():  # else it would leave vLLM running
+            sys.exit(main())
     except (OSError, ValueError) as error:
         sys.exit(f"osprey.serving.measure: {error}")
+    except Terminated:
+        sys.exit(143)

@@ -3,7 +3,9 @@
 import json
 import shlex
 import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -180,6 +182,16 @@ def test_what_was_measured_outlives_an_engine_that_does_not_start(fake, tmp_path
         main(["target", *fake.options, "--drafter", "broken", "--concurrency", "2", "--json", str(out)])
     assert len(fake.started) == 2 and list(json.loads(out.read_text())) == ["none"]
     assert sorted(path.name for path in tmp_path.iterdir() if "figures" in path.name) == ["figures.json"]
+
+
+def test_sigterm_ends_the_engine_too(fake):
+    command = [sys.executable, "-m", "osprey.serving.measure", "slow", *fake.options, "--concurrency", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while not fake.asked:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) == 143
+    assert not measure.is_taken(fake.port)
 
 
 def test_prompts_are_taken_spread(fake):
