@@ -96,8 +96,8 @@ class OspreyDistillationConfig(GKDConfig):
                 f"unroll_steps must be at least 1 and unroll_fraction in (0, 1], but they are {self.unroll_steps} and "
                 f"{self.unroll_fraction}."
             )
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}, but must be at least 0 and finite.")
+        if not 0 < self.temperature < math.inf:  # completions are sampled, which 0 leaves no way to do
+            raise ValueError(f"temperature is {self.temperature}, but must be more than 0 and finite.")
         self._refuse_settings_without_effect()
         if self.muon and self.other_learning_rate is None:
             self.other_learning_rate = MUON_OTHER_LEARNING_RATE

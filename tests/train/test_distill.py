@@ -213,6 +213,7 @@ def test_refusals(line):
     cases = {
         "not a feature folder": {"features": line / "drafter"},
         "unroll_steps must be at least 1": {"unroll_steps": 0},
+        "temperature is 0.0, but must be more than 0 and finite": {"temperature": 0},
         "--packing has no effect": {"packing": True},
         "--optim adafactor has no effect beside Muon": {"optim": "adafactor"},
         "--other_learning_rate has no effect without Muon": {"muon": False, "other_learning_rate": 0.1},
