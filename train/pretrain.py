@@ -44,6 +44,7 @@ from osprey.train.pretrain_resume import (
     read_checkpoint,
     refuse_another_recipe,
     refuse_checkpoints,
+    to_clear,
 )
 from osprey.train.pretrain_trainer import make_settings, make_trainer
 from osprey.train.prune import load_config, load_source
@@ -175,7 +176,8 @@ def pretrain(arguments: PretrainArguments) -> dict[str, Any]:
     inputs = [arguments.model, arguments.distill_from, *(source.path for source in sources), *held_out]
     check_out(arguments.out, arguments.overwrite, inputs)  # in every process, not in the writing one alone
     if checkpoint is None:
-        refuse_input(run, inputs)  # its checkpoints go
+        for folder in to_clear(run):
+            refuse_input(folder, inputs)
     settings = make_settings(arguments, run)
     main = settings.process_index == 0
     if not main:

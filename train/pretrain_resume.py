@@ -29,9 +29,14 @@ def refuse_checkpoints(run: Path) -> None:
         )
 
 
+def to_clear(run: Path) -> list[Path]:
+    """A run's checkpoints, half ones too, and its TensorBoard logs."""
+    return [*run.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), run / "runs"]
+
+
 def clear_checkpoints(run: Path) -> None:
-    """Removes a run's checkpoints, half ones too, and its TensorBoard logs; whatever else is there stays."""
-    for folder in (*run.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), run / "runs"):
+    """Removes what is `to_clear`; whatever else is there stays."""
+    for folder in to_clear(run):
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -98,11 +98,12 @@ def test_overwriting_clears_checkpoints_alone(files):
     (files / "backbone.run" / "notes.txt").write_text("mine")
     (files / "backbone.run" / "checkpoint-9").mkdir()
     inside = {"model": str(files / "backbone.run" / "checkpoint-1"), "overwrite": True}
-    with pytest.raises(ValueError, match="backbone.run, holds the input .*, which would be lost: name another folder"):
+    with pytest.raises(ValueError, match="backbone.run/checkpoint-1, is the input itself, which would be lost: name"):
         pretrain(arguments(files, **inside))
-    pretrain(arguments(files, overwrite=True, tokens=128))
+    (files / "backbone.run" / "fr.jsonl").write_text((files / "en.jsonl").read_text())  # is read, and not cleared
+    pretrain(arguments(files, overwrite=True, tokens=128, data=["backbone.run/fr.jsonl"]))
     left = sorted(path.name for path in (files / "backbone.run").iterdir())
-    assert left == ["checkpoint-1", "notes.txt"]
+    assert left == ["checkpoint-1", "fr.jsonl", "notes.txt"]
 
 
 def test_a_sampled_softmax_keeps_the_shape_of_its_batches(files):
