@@ -261,11 +261,11 @@ def refuse_changes(path: Path, settings: dict[str, Any]) -> None:
 
 
 def recipe(config: OspreyDistillationConfig) -> dict[str, Any]:
-    """The settings that decide what is learnt."""
+    """The settings that decide what is learnt; `bf16` is what `precision` means on this machine."""
     names = (
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_grad_norm", "weight_decay", "adam_beta1"),
         *("adam_beta2", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
-        *("unroll_steps", "unroll_decay", "unroll_fraction", "freeze_embeddings", "precision", "bf16", "seed"),
+        *("unroll_steps", "unroll_decay", "unroll_fraction", "freeze_embeddings", "bf16", "seed"),
         *(
             "muon",
             "optim",

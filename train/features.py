@@ -34,7 +34,7 @@ from osprey.train.checkpoints import file_sha256, hub_commit, public_name, write
 from osprey.train.data import check_file
 from osprey.train.examples import Example, tokenize_row
 from osprey.train.jsonl import read_rows
-from osprey.train.precision import autocast, use_bf16
+from osprey.train.precision import autocast, meaning, use_bf16
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ def prepare_features(arguments: FeatureArguments) -> Path:
     rows = [row for path in arguments.data for row in read_rows(path)]
     if tokenizer.chat_template is None and any("text" not in row for row in rows):
         raise ValueError(f"The target {arguments.target} has no chat template to put its responses in.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = {
         "format_version": FORMAT_VERSION,
         "target": public_name(arguments.target),
@@ -87,7 +88,7 @@ def prepare_features(arguments: FeatureArguments) -> Path:
         "max_length": arguments.max_length,
         "tokens_per_shard": arguments.tokens_per_shard,
         "dtype": arguments.dtype,
-        "precision": arguments.precision,
+        "precision": meaning(arguments.precision, device),
     }
     examples = [example for row in rows for example in tokenize_row(tokenizer, row, arguments.max_length)]
     examples = [example for example in examples if len(example.input_ids) > example.prompt_length + 1]
@@ -97,7 +98,6 @@ def prepare_features(arguments: FeatureArguments) -> Path:
             "`prompt` and `response`, `messages`, or `text`."
         )
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     target = AutoModelForCausalLM.from_pretrained(
         arguments.target,
         revision=arguments.target_revision or "main",
@@ -297,8 +297,9 @@ def _open_index(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if not path.exists():
         return {"settings": settings, "shards": {}, "complete": False}
     index = json.loads(path.read_text())
-    # A folder of an earlier version lacks the newer settings: it goes on without a check of these.
-    stored = index["settings"]
+    # A folder of an earlier version lacks the newer settings, or what its `auto` meant: it goes on without a check of
+    # these.
+    stored = {name: value for name, value in index["settings"].items() if (name, value) != ("precision", "auto")}
     differing = [key for key in settings if key in stored and stored[key] != settings[key]]
     if differing:
         raise ValueError(

@@ -22,6 +22,11 @@ def use_bf16(precision: str, device_type: str) -> bool:
     return device_type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
+def meaning(precision: str, device_type: str) -> str:
+    """`bf16` or `fp32`: what is recorded, since on another machine `auto` may mean the other."""
+    return "bf16" if use_bf16(precision, device_type) else "fp32"
+
+
 def compute_dtype(precision: str, device_type: str) -> torch.dtype:
     return torch.bfloat16 if use_bf16(precision, device_type) else torch.float32
 

@@ -82,6 +82,8 @@ def refuse_another_recipe(
         )
     # A setting that one of them lacks came with a later version: its default is what the earlier one did.
     free = FREE | BATCH_SHAPE if recipe["softmax_ids"] is None else FREE
+    if old.get("precision") == "auto":  # an earlier version did not keep what it meant
+        free = free | {"precision"}
     shared = old.keys() & recipe.keys() - free - {"tokens"}
     changed = sorted(name for name in shared if old[name] != recipe[name])
     if changed:

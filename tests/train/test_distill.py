@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from bf16_machine import pretend_bf16
 from bytes_tokenizer import VOCABULARY as BYTES
 from bytes_tokenizer import bytes_tokenizer
 from distill_line import TEMPLATE, flags, make_line, prepare
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, TrainerState
 from osprey.cli.distill import main
 from osprey.modeling import OspreyDrafter, record_acceptance
 from osprey.train.callbacks import StopAtNan
-from osprey.train.distill import load_drafter
+from osprey.train.distill import load_drafter, recipe
 from osprey.train.distillation_config import OspreyDistillationConfig
 from osprey.train.distillation_trainer import OspreyDistillationTrainer
 from osprey.train.examples import user_prompt_ids
@@ -181,6 +182,15 @@ def test_a_run_folder_belongs_to_one_run(line, capsys):
     assert main([*flags(line, "older", "run", **settings)]) == 0
     (line / "run" / "run.json").unlink()  # as before there were such files
     assert main(command) == 0
+
+
+def test_what_auto_meant_is_recorded(tmp_path, monkeypatch):
+    pretend_bf16(monkeypatch, False)
+    auto, fp32, bf16 = (
+        recipe(OspreyDistillationConfig(output_dir=str(tmp_path), precision=precision, use_cpu=True))
+        for precision in ("auto", "fp32", "bf16")
+    )
+    assert auto == fp32 != bf16
 
 
 def test_other_targets_features_are_refused(line):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bf16_machine import pretend_bf16
 from bytes_tokenizer import VOCABULARY as BYTES
 from bytes_tokenizer import bytes_tokenizer
 from tiny import tiny_target
@@ -103,6 +104,21 @@ def test_a_stopped_preparation_goes_on(arguments, monkeypatch):
     assert len(FeatureDataset([prepare_features(arguments)])) == 8
     assert (Path(arguments.features) / "features-00000.safetensors").stat().st_mtime_ns == first
     assert not list(Path(arguments.features).glob(".*"))  # no temporary file is left
+
+
+def test_what_auto_meant_is_kept(arguments, monkeypatch):
+    pretend_bf16(monkeypatch, False)
+    arguments.precision = "auto"
+    prepare_features(arguments)
+    pretend_bf16(monkeypatch, True)
+    with pytest.raises(ValueError, match="another precision: give an empty folder, or the same settings"):
+        prepare_features(arguments)
+    path = Path(arguments.features) / "index.json"
+    index = json.loads(path.read_text())
+    index["settings"]["precision"] = "auto"  # as earlier versions kept it
+    path.write_text(json.dumps(index))
+    prepare_features(arguments)
+    assert len(FeatureDataset([arguments.features])) == 8
 
 
 def test_refusals(arguments, tmp_path):

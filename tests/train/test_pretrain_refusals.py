@@ -1,7 +1,10 @@
 """Stage 2 says no in one sentence, before it begins: to settings, to files, to another run's checkpoints."""
 
+import json
+
 import pytest
 import torch
+from bf16_machine import pretend_bf16
 from bytes_tokenizer import VOCABULARY, bytes_tokenizer
 from pretrain_line import arguments, make_files
 from tiny import tiny_target
@@ -90,6 +93,21 @@ def test_a_run_is_of_one_model_and_is_not_overwritten_by_chance(files):
             pretrain(arguments(files, resume=True, **models))
     pretrain(arguments(files, overwrite=True, tokens=128))
     assert [path.name for path in (files / "backbone.run").iterdir()] == ["checkpoint-1"]
+
+
+def test_what_auto_meant_is_kept(files, monkeypatch):
+    pretend_bf16(monkeypatch, False)
+    pretrain(arguments(files, tokens=128, precision="auto"))
+    pretend_bf16(monkeypatch, True)
+    again = {"tokens": 128, "resume": True, "overwrite": True}
+    with pytest.raises(ValueError, match=r"another recipe \(precision was fp32, is bf16\): give the same settings"):
+        pretrain(arguments(files, precision="auto", **again))
+    pretrain(arguments(files, precision="fp32", **again))
+    path = files / "backbone.run" / "checkpoint-1" / "data_state.json"
+    state = json.loads(path.read_text())
+    state["recipe"]["precision"] = "auto"  # as earlier versions kept it
+    path.write_text(json.dumps(state))
+    pretrain(arguments(files, precision="auto", **again))
 
 
 def test_overwriting_clears_checkpoints_alone(files):
