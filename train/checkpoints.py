@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 TRAINING_FILE = "training.json"
 CUSTOM_GENERATE = "custom_generate"  # of `osprey.modeling`, and of every drafter folder
-OWN_FILES = ("config.json", "model.gguf")  # every folder that a stage, an export or a pull writes has one of them
 
 
 @contextmanager
@@ -30,7 +29,8 @@ def atomic_folder(
     """Yields an empty folder beside `out` that takes its name at the end, and vanishes if anything fails.
 
     Raises:
-        ValueError, FileExistsError: `out` may not be written or replaced (see `check_out`).
+        ValueError, FileExistsError: `out` may not be written or replaced (see `check_out`), before the work or after
+            it; what is finished by then stays under a name of its own.
         OSError: weights cannot be written, or those that they are made from cannot be read.
     """
     check_out(out, overwrite, inputs)
@@ -43,6 +43,11 @@ def atomic_folder(
             yield work
         except SafetensorError as error:  # of a full disk as well
             raise OSError(f"{out} cannot be written: {error}.") from error
+        try:
+            check_out(out, overwrite, inputs)  # again: hours later something else may stand there
+        except (ValueError, OSError) as error:
+            kept = work.rename(work.with_name(work.name.removeprefix(".")))
+            raise type(error)(f"{error} What was to stand there is finished, and kept as {kept}.") from error
         _put_in_place(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -61,20 +66,35 @@ def check_out(out: str | Path, overwrite: bool = False, inputs: Iterable[str | P
         return
     if not overwrite:
         raise FileExistsError(f"{out} exists already: choose another --out, or give --overwrite to replace it.")
-    if not out.is_dir() or (any(out.iterdir()) and not any((out / name).is_file() for name in OWN_FILES)):
+    if not out.is_dir() or (any(out.iterdir()) and not holds_model(out)):
         raise FileExistsError(
-            f"--overwrite does not replace {out}, which is no folder of a model (it has no {OWN_FILES[0]}): choose "
-            "another --out, or remove it first."
+            f"--overwrite does not replace {out}, which is no folder of a model (it has no config.json with a "
+            "`model_type`): choose another --out, or remove it first."
         )
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether `folder` has what every folder has that a stage, an export or a pull writes."""
+    if (folder / "model.gguf").is_file():
+        return True
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none, or a stranger's
+        return False
+    return isinstance(config, dict) and "model_type" in config
 
 
 def refuse_input(out: str | Path, inputs: Iterable[str | Path | None]) -> None:
     """Raises `ValueError` where `out` is, or holds, one of `inputs`: files or folders; names of the Hub are passed."""
-    place = Path(out).resolve()
+    if not os.path.exists(out):
+        return
     for path in (Path(name).expanduser() for name in inputs if name is not None):
-        source = path.resolve()
-        if path.exists() and (source == place or place in source.parents):
-            what = "is the input itself" if source == place else f"holds the input {path}"
+        if not path.exists():
+            continue
+        # Not by name: where case does not count, one folder has several.
+        source, *parents = (os.path.samefile(place, out) for place in (path, *path.resolve().parents))
+        if source or any(parents):
+            what = "is the input itself" if source else f"holds the input {path}"
             raise ValueError(f"the folder to write, {out}, {what}, which would be lost: name another folder.")
 
 

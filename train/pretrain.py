@@ -183,7 +183,8 @@ def pretrain(arguments: PretrainArguments) -> dict[str, Any]:
     if not main:
         logging.getLogger("osprey").setLevel(logging.WARNING)
 
-    with atomic_folder(arguments.out, arguments.overwrite) if main else nullcontext() as work, logging_redirect_tqdm():
+    writing = atomic_folder(arguments.out, arguments.overwrite, inputs) if main else nullcontext()
+    with writing as work, logging_redirect_tqdm():
         set_seed(arguments.seed)
         start = time.time()
         # fp32 master weights whatever the checkpoint holds: AdamW's small steps vanish in bf16.

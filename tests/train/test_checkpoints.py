@@ -9,7 +9,7 @@ from osprey.cli import pull
 from osprey.cli.main import main
 from osprey.train.checkpoints import atomic_folder, refuse_input
 
-CONFIG = {"config.json": "{}"}  # by which a folder of ours is known
+CONFIG = {"config.json": '{"model_type": "llama"}'}  # by which a folder of ours is known
 
 
 def content(folder):
@@ -20,7 +20,7 @@ def content(folder):
 def old(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("1")
-    (tmp_path / "out" / "config.json").write_text("{}")
+    (tmp_path / "out" / "config.json").write_text(CONFIG["config.json"])
     return tmp_path / "out"
 
 
@@ -64,6 +64,15 @@ def test_only_folders_of_ours_are_replaced(tmp_path):
     for name in ("photos", "notes.txt"):
         with pytest.raises(FileExistsError, match="is no folder of a model"), atomic_folder(tmp_path / name, True):
             pass
+    for text in ('{"name": "site"}', '["model_type"]', "{"):  # of another program
+        (tmp_path / "site").mkdir(exist_ok=True)
+        (tmp_path / "site" / "config.json").write_text(text)
+        with (
+            pytest.raises(FileExistsError, match="no config.json with a `model_type`"),
+            atomic_folder(tmp_path / "site", True),
+        ):
+            pass
+        assert content(tmp_path / "site") == {"config.json": text}
     assert content(tmp_path / "photos") == {"one.jpg": "1"} and (tmp_path / "notes.txt").read_text() == "mine"
     for name, file in (("empty", None), ("exported", "model.gguf")):
         (tmp_path / name).mkdir()
@@ -72,6 +81,28 @@ def test_only_folders_of_ours_are_replaced(tmp_path):
         with atomic_folder(tmp_path / name, overwrite=True) as work:
             (work / "new").write_text("2")
         assert content(tmp_path / name) == {"new": "2"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_has_come_meanwhile_is_not_replaced(tmp_path, overwrite):
+    out = tmp_path / "out"
+    with pytest.raises(FileExistsError) as refusal, atomic_folder(out, overwrite) as work:
+        (work / "new").write_text("2")
+        out.mkdir()
+        (out / "notes").write_text("mine")
+    assert content(out) == {"notes": "mine"}
+    (kept,) = (path for path in tmp_path.iterdir() if path != out)
+    assert content(kept) == {"new": "2"} and kept.name.startswith("out-")
+    assert str(refusal.value).endswith(f"What was to stand there is finished, and kept as {kept}.")
+
+
+def test_an_input_under_another_case_is_the_input(tmp_path, monkeypatch):
+    """As on a file system where case does not count, which `resolve` does not know."""
+    for name in ("in", "IN"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(os.path, "samefile", lambda one, other: str(one).lower() == str(other).lower())
+    with pytest.raises(ValueError, match="is the input itself"):
+        refuse_input(tmp_path / "IN", [tmp_path / "in"])
 
 
 def test_an_input_is_never_replaced(tmp_path, old, monkeypatch):
