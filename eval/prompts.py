@@ -1,15 +1,15 @@
 """Prompt files: one JSON object a line with `id`, `domain`, `language` and `turns` (the user's turns, in order).
 
-The files of `osprey respond`, rows with `id` and `prompt`, are read too: one turn, and `any` for what is not said.
+They may be gzipped (`.jsonl.gz`). The files of `osprey respond`, rows with `id` and `prompt`, are read too: one turn,
+and `any` for what is not said.
 """
 
-import codecs
-import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from osprey.train.jsonl import json_lines
 
 if TYPE_CHECKING:
     import torch
@@ -42,22 +42,6 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     if times > 1:
         raise ValueError(f"{path}: the id {repeated!r} stands on several lines; ids must be unique.")
     return prompts
-
-
-def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Where it stands, and what it holds, of each line that is not empty; a byte-order mark at the start is dropped.
-
-    Raises `ValueError` naming the line where one is not UTF-8 or not JSON.
-    """
-    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
-        where = f"{path}, line {number}"
-        try:
-            if text := line.decode("utf-8").strip():
-                yield where, json.loads(text)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{where}: not UTF-8 (at byte {error.start + 1} of it); convert the file.") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno}).") from error
 
 
 def parse_prompt(row: Any, where: str) -> Prompt:

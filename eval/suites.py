@@ -44,7 +44,7 @@ def load_suite(name: str, limit: int | None = None) -> list[Item]:
     """The prompts of a suite.
 
     Args:
-        name: `builtin`, a key of `PUBLIC` in any case, a JSONL file, or a folder of JSONL files.
+        name: `builtin`, a key of `PUBLIC` in any case, a JSONL file, or a folder of JSONL files (`.gz` too).
         limit: at most so many prompts of each file (of each language, in a public suite), spread over it.
 
     Raises:
@@ -60,19 +60,25 @@ def load_suite(name: str, limit: int | None = None) -> list[Item]:
     if name == BUILTIN:
         path = Path(str(resources.files("osprey.eval"))) / "suites" / f"{BUILTIN}.jsonl"
     if path.is_dir():
-        files = sorted(path.glob("*.jsonl"))
+        files = sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")])
         if not files:
-            raise ValueError(f"the suite {name} is a folder without .jsonl files.")
+            raise ValueError(f"the suite {name} is a folder without .jsonl and .jsonl.gz files.")
+        if len({stem(file) for file in files}) < len(files):
+            raise ValueError(f"the suite {name} has a file both compressed and not: remove one of the two.")
     elif path.is_file():
         files = [path]
     else:
         raise ValueError(
             f"unknown suite {name!r}: it is no file or folder, nor one of {', '.join([BUILTIN, *PUBLIC])}."
         )
-    items = [Item(prompt, file.stem) for file in files for prompt in spread(checked(file), limit)]
+    items = [Item(prompt, stem(file)) for file in files for prompt in spread(checked(file), limit)]
     if len(files) > 1:  # ids are unique within a file only
         items = [replace(item, prompt=replace(item.prompt, id=f"{item.file}/{item.prompt.id}")) for item in items]
     return items
+
+
+def stem(file: Path) -> str:
+    return Path(file.name.removesuffix(".gz")).stem
 
 
 def checked(file: Path) -> list[Prompt]:

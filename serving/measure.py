@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from osprey.eval.prompts import json_lines  # these three bring no more than the standard library along
-from osprey.eval.suites import spread
+from osprey.eval.suites import spread  # these three bring no more than the standard library along
 from osprey.train.endings import Terminated, sigterm_as_interrupt
+from osprey.train.jsonl import json_lines
 
 START_SECONDS = 1800  # importing vLLM takes minutes on a busy machine
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"

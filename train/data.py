@@ -1,8 +1,5 @@
 """Text to train on: local files and data sets on the Hub, document by document, as token ids."""
 
-import codecs
-import gzip
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from datasets import IterableDataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from osprey.train.errors import first_line
+from osprey.train.jsonl import text_lines
 
 HUB = "hub:"
 FILE_TYPES = ".jsonl, .jsonl.gz, .txt, .txt.gz and .parquet"
@@ -82,24 +80,9 @@ def check_file(path: Path) -> Path:
     if not path.name.removesuffix(".gz").endswith((".jsonl", ".txt")):
         raise ValueError(f"{path} is not a data file: {FILE_TYPES} are read.")
     # Now, not hours into the run.
-    decoder, position, blank, line = codecs.getincrementaldecoder("utf-8")(), 0, True, 1
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            while chunk := file.read(1 << 20):
-                pending = len(decoder.getstate()[0])
-                blank = not decoder.decode(chunk).strip() and blank
-                position += len(chunk)
-                line += chunk.count(b"\n")
-            pending, chunk = len(decoder.getstate()[0]), b""
-            decoder.decode(b"", final=True)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"the data file {path} is truncated or damaged ({error}); fetch it again.") from error
-    except UnicodeDecodeError as error:
-        place = position - pending + error.start
-        line += chunk[: max(error.start - pending, 0)].count(b"\n")
-        raise ValueError(
-            f"the data file {path} is not UTF-8 (line {line}, at byte {place}); convert it first."
-        ) from error
+    blank = True
+    for _, text in text_lines(path):
+        blank = blank and not text.strip()
     if blank:
         raise ValueError(f"the data file {path} is empty.")
     return path

@@ -1,5 +1,6 @@
 """Suites: files, folders, parts of them, public ones, and what is refused."""
 
+import gzip
 import json
 import sys
 import types
@@ -38,6 +39,21 @@ def test_a_folder_takes_part_of_each_file(tmp_path):
     assert len(load_suite(str(tmp_path))) == 20
 
 
+def test_compressed_files(tmp_path):
+    for name in ("one", "two"):
+        write(tmp_path / f"{name}.jsonl", ROW)
+    text = (tmp_path / "two.jsonl").read_bytes()
+    (tmp_path / "two.jsonl.gz").write_bytes(gzip.compress(text))
+    with pytest.raises(ValueError, match="has a file both compressed and not"):
+        load_suite(str(tmp_path))
+    (tmp_path / "two.jsonl").unlink()
+    assert [item.prompt.id for item in load_suite(str(tmp_path))] == ["one/a", "two/a"]
+    assert [item.file for item in load_suite(str(tmp_path / "two.jsonl.gz"))] == ["two"]
+    (tmp_path / "two.jsonl.gz").write_bytes(gzip.compress(text)[:-9])
+    with pytest.raises(ValueError, match="two.jsonl.gz is truncated or damaged .*; fetch it again"):
+        load_suite(str(tmp_path / "two.jsonl.gz"))
+
+
 def test_a_part_is_spread():
     assert spread(list(range(100)), 4) == [12, 37, 62, 87]
     assert spread([1, 2, 3], 2) == [1, 3]  # middles of the halves, at 0.75 and 2.25
@@ -55,7 +71,7 @@ def test_language_tags(tag, known):
 def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="unknown suite 'nothing'.*builtin, mt-bench, humaneval"):
         load_suite("nothing")
-    with pytest.raises(ValueError, match="without .jsonl files"):
+    with pytest.raises(ValueError, match="without .jsonl and .jsonl.gz files"):
         load_suite(str(tmp_path))
     bad = write(tmp_path / "bad.jsonl", ROW, ROW | {"id": "b", "language": "xx"})
     with pytest.raises(ValueError, match=r"bad.jsonl, prompt 'b': the language tag 'xx' is unknown"):

@@ -43,7 +43,7 @@ def test_refusals_leave_nothing_behind(files, capsys):
         ("--data", "en.jsonl", "--distill_share", "1.5"): "--distill_share 1.5 must be more than 0 and at most 1.",
         ("--data", "en.jsonl", "--distill_from", str(files / "larger")): "has 300 tokens in its vocabulary, the model",
         ("--data", "en.jsonl", "--warmup", "0.9", "--schedule", "wsd"): "together they must not exceed 1.",
-        ("--data", "latin.txt"): "is not UTF-8",
+        ("--data", "latin.txt"): "not UTF-8",
         ("--data", "en.jsonl", "--tokens", "inf"): "--tokens inf must be at least 1 and finite.",
         ("--data", "en.jsonl", "--batch_rows", "0"): "--batch_rows 0 must be at least 1",
         ("--data", "en.jsonl", "--accumulation", "0"): "--accumulation 0 must be at least 1",

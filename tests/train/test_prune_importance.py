@@ -175,7 +175,7 @@ def test_refusals(files, capsys):
         ("--num_key_value_heads", "0", *text): "--num_key_value_heads 0 is out of range: the source has 2.",
         ("--report",): "--report measures perplexities: give text files with --held_out.",
         ("--strategy", "influence", "--calibration", "none.jsonl"): "there is no data file none.jsonl.",
-        ("--strategy", "influence", "--calibration", str(files / "binary.jsonl")): "is not UTF-8",
+        ("--strategy", "influence", "--calibration", str(files / "binary.jsonl")): "not UTF-8",
     }
     for options, message in cases.items():
         assert main([*run, *options]) == 1

@@ -149,7 +149,7 @@ def test_refusals(files, capsys):
         ("--prompts", str(files / "none.jsonl")): "there is no data file",
         ("--prompts", str(files / "bad.jsonl")): "line 2: the row has no `prompt`: rows hold `id` and `prompt`, or",
         ("--prompts", str(files / "blank.jsonl")): "line 2: the prompt of the row 'b' is blank, or no text",
-        ("--prompts", str(files / "latin.jsonl")): "latin.jsonl is not UTF-8 (line 2, at byte 38)",
+        ("--prompts", str(files / "latin.jsonl")): "latin.jsonl, line 2: not UTF-8 (at byte 12 of it)",
         ("--prompts", str(files / "prompts.jsonl"), "--temperature", "nan"): "must be more than zero, and finite",
         (
             "--prompts",
