@@ -71,13 +71,14 @@ def main(argv: list[str]) -> int:
         return draw(arguments.plots, arguments.out)
     check_arguments(arguments)
     from osprey.eval.markdown import to_markdown
+    from osprey.hub_cards.results import write_text
 
     out = Path(arguments.out)
     items = load_items(arguments.suite, arguments.limit)
     result = measure(arguments, items, out.with_suffix(".runs.jsonl"), argv)
     write_json(out, result)
     text = to_markdown(result)
-    out.with_suffix(".md").write_text(text, encoding="utf-8")
+    write_text(out.with_suffix(".md"), text)
     print(json.dumps(result, ensure_ascii=False) if as_json else text)
     return 0
 
@@ -98,7 +99,13 @@ def check_arguments(arguments: BenchArguments) -> None:
 
     if arguments.out is None or not arguments.out.endswith(".json"):
         raise ValueError("--out names the result file, and must end in .json.")
-    check_writable(Path(arguments.out))
+    out = Path(arguments.out)
+    check_writable(out)
+    if out.with_suffix(".md").exists() and not out.with_suffix(".runs.jsonl").exists():
+        raise FileExistsError(
+            f"{out.with_suffix('.md')} would be replaced, and has no runs beside it that would make it a result of "
+            "`osprey bench`: choose another --out, or remove it first."
+        )
     check_bounds(
         ("--max_new_tokens", arguments.max_new_tokens, 1),
         ("--threads", arguments.threads, 1),

@@ -168,6 +168,14 @@ def test_refusals(osprey, folder, tmp_path, flags, message):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_text_of_somebody_elses_is_not_replaced(osprey, folder, tmp_path):
+    (tmp_path / "README.md").write_text("mine")
+    status, _, err = osprey(*usual(folder, tmp_path / "README.json"))
+    assert status == 1 and "README.md would be replaced" in err and "choose another --out" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
 def test_two_peers_of_one_name(osprey, folder, tmp_path):
     status, _, err = osprey(*usual(folder, tmp_path / "r.json"), "--baseline", f"osprey={folder / 'eagle3'}")
     assert status == 1 and "two peers are called 'osprey'" in err
