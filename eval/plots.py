@@ -293,13 +293,13 @@ def heat_map(result: Row) -> Figure:
     axes.set_xticks(range(len(domains)), domains, rotation=30, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(peers)), peers)
     axes.tick_params(labelcolor=matplotlib.rcParams["text.color"])
-    axes.set_xlabel("tested on")
+    axes.set_xlabel("tested on (bold: the best)")
     axes.set_ylabel("trained on")
     axes.grid(False)
     axes.spines[:].set_visible(False)
     bar = figure.colorbar(image, shrink=0.9, label="mean acceptance length")
     bar.outline.set_visible(False)
-    titled(axes, "Acceptance across domains (bold: best of a column)", result)
+    titled(axes, "Acceptance across domains", result)
     return figure
 
 
