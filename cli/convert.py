@@ -20,6 +20,7 @@ def main(argv: list[str]) -> int:
     print(f"{arguments.out}: {record['backbone']} for {record['target']}, taps {record['target_layer_ids']}")
     print("alignment: " + ", ".join(f"{count} {kind}" for kind, count in record["alignment"].items()))
     if record["shortlist"]:
-        covered = ", ".join(f"{name} {share:.1%}" for name, share in record["shortlist"]["response_coverage"].items())
+        shares = {name: share for name, share in record["shortlist"]["response_coverage"].items() if name != "?"}
+        covered = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
         print(f"draft vocabulary: {record['shortlist']['size']} ids; response tokens covered: {covered}")
     return 0

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 DEFAULT_DRAFTER = "osprey-smollm2-135m-instruct"
 PROBE_TOKENS = 16
+PROBE_CHARACTERS = 400  # of the first prompt: a long one would be read four times before anything is shown
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -160,7 +161,7 @@ def load_pair(arguments: argparse.Namespace, drafter_path: str, prompts: list[Pr
     if on_cpu:
         pair.weights = arguments.weights or "fp16"
         compare = pair.weights == "fp16" and not arguments.no_compare
-        probe = encode(tokenizer, [{"role": "user", "content": prompts[0].turns[0]}])
+        probe = encode(tokenizer, [{"role": "user", "content": prompts[0].turns[0][:PROBE_CHARACTERS]}])
         fp32 = plain_rate(target, probe) if compare else None
         if pair.weights == "fp16":
             fp16_linears(target)

@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"did you mean {close[0]!r}?" if close else f"the verbs are {', '.join(VERBS)}."
         print(f"osprey: there is no verb {verb!r}; {hint}", file=sys.stderr)
         return 2
+    if not sys.stderr.isatty():  # in a log the bars of transformers and the Hub's client are one long line
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     module = f"osprey.cli.{MODULES.get(verb, verb)}"
     return guarded(f"osprey {verb}", lambda: importlib.import_module(module).main(rest))
 

@@ -47,8 +47,9 @@ def load_prompts(path: str | Path) -> list[Prompt]:
 def parse_prompt(row: Any, where: str) -> Prompt:
     if isinstance(row, dict) and "turns" not in row and "prompt" in row:
         row = {"domain": "any", "language": "any", "turns": [row["prompt"]], **row}
-    if not isinstance(row, dict) or any(not isinstance(row.get(key), str) for key in ("id", "domain", "language")):
-        raise ValueError(f"{where}: a prompt needs the texts {FORMS}.")
+    fields = row if isinstance(row, dict) else {}
+    if wrong := [key for key in ("id", "domain", "language") if not isinstance(fields.get(key), str)]:
+        raise ValueError(f"{where}: a prompt needs the texts {FORMS}; {wrong[0]!r} is missing or no text.")
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError(

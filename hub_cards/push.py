@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from osprey.hub_cards.sentences import hub_sentences
 from osprey.hub_cards.validate import CheckedFolder, check_folder
@@ -33,6 +34,10 @@ def push(arguments: PushArguments) -> dict[str, Any]:
     Raises:
         ValueError, OSError: the folder may not be published, or the Hub refuses; one sentence.
     """
+    try:
+        validate_repo_id(arguments.repo)
+    except HFValidationError as error:
+        raise ValueError(f"{arguments.repo!r} cannot name a repository on the Hub: give ORG/NAME.") from error
     api = HfApi()
     if not arguments.dry_run:
         with hub_sentences(arguments.repo):

@@ -57,11 +57,13 @@ def check_out(out: str | Path, overwrite: bool = False, inputs: Iterable[str | P
     """Refuses an `out` whose replacement would cost what it must not.
 
     Raises:
-        ValueError: it is, or holds, one of `inputs` (see `refuse_input`).
+        ValueError: it is, or holds, one of `inputs` (see `refuse_input`), or lies in the cache.
         FileExistsError: it exists and `overwrite` is false, or it is neither empty nor what a stage has written.
     """
     refuse_input(out, inputs)
     out = Path(out)
+    if cache_dir().resolve() in out.resolve().parents:
+        raise ValueError(f"{out} lies in the cache, {cache_dir()}, for what is fetched: choose another --out.")
     if not out.exists():
         return
     if not overwrite:
@@ -95,7 +97,7 @@ def refuse_input(out: str | Path, inputs: Iterable[str | Path | None]) -> None:
         source, *parents = (os.path.samefile(place, out) for place in (path, *path.resolve().parents))
         if source or any(parents):
             what = "is the input itself" if source else f"holds the input {path}"
-            raise ValueError(f"the folder to write, {out}, {what}, which would be lost: name another folder.")
+            raise ValueError(f"the folder to write, {out}, {what}, which would be lost: choose another --out.")
 
 
 def _put_in_place(work: Path, out: Path) -> None:

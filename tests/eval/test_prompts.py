@@ -31,8 +31,10 @@ def test_rows_in_order(tmp_path):
         ('{"id": ', r"line 2: not JSON"),
         (
             "[1]",
-            r"line 2: a prompt needs the texts 'id', 'domain', 'language' and .* 'turns', or only 'id' and 'prompt'",
+            r"line 2: a prompt needs the texts 'id', 'domain', 'language' and .* 'turns', or only 'id' and 'prompt'; "
+            r"'id' is missing or no text",
         ),
+        (json.dumps({"id": "b", "turns": ["x"]}), r"line 2: a prompt needs .*; 'domain' is missing or no text"),
         (json.dumps({"prompt": "x"}), r"line 2: a prompt needs the texts"),
         (json.dumps({"id": "b", "prompt": " \n\t"}), r"line 2: .* 'prompt' a text, none of them blank"),
         (json.dumps(ROW | {"turns": ["x", " \u00a0"]}), r"line 2: 'turns' must be .* none of them blank"),

@@ -241,5 +241,5 @@ def test_an_export_does_not_replace_its_drafter(tmp_path, capsys):
     before = sorted(path.name for path in (tmp_path / "drafter").iterdir())
     for out in (drafter, str(tmp_path)):
         assert main(["export", drafter, "--to", "vllm", "--out", out, "--overwrite"]) == 1
-        assert "which would be lost: name another folder" in capsys.readouterr().err
+        assert "which would be lost: choose another --out" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "drafter").iterdir()) == before

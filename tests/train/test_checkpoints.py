@@ -116,13 +116,23 @@ def test_an_input_is_never_replaced(tmp_path, old, monkeypatch):
         ("out", "link", "is the input itself"),
     ):
         with (
-            pytest.raises(ValueError, match=f"{sentence}.*, which would be lost: name another folder"),
+            pytest.raises(ValueError, match=f"{sentence}.*, which would be lost: choose another --out"),
             atomic_folder(out, True, ["org/model", None, source]),
         ):
             pass
         assert content(old) == {"old": "1", **CONFIG}
     refuse_input(old / "new", [old])  # beside what is read, or in it, is no loss
     refuse_input("other", ["out"])
+
+
+def test_the_cache_is_no_place_for_results(tmp_path, monkeypatch):
+    monkeypatch.setenv("OSPREY_CACHE", str(tmp_path / "cache"))
+    fetched = tmp_path / "cache" / "targets" / "smollm2"
+    fetched.mkdir(parents=True)
+    (fetched / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="lies in the cache, .*: choose another --out"), atomic_folder(fetched, True):
+        pass
+    assert (fetched / "config.json").is_file()
 
 
 # By verb: its arguments, `IN` for the folder that is both read and written, `DATA` for a file in it.
@@ -161,5 +171,5 @@ def test_no_command_replaces_what_it_reads(case, tmp_path, monkeypatch, capsys):
     before = sorted(tmp_path.rglob("*"))
     assert main([case.split()[0], *words.split(), "--out", str(places["IN"]), "--overwrite"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "which would be lost: name another folder" in error
+    assert "which would be lost: choose another --out" in error
     assert sorted(tmp_path.rglob("*")) == before

@@ -156,7 +156,7 @@ def test_activations_are_those_of_a_real_step():
     from osprey.train.memory import activations
     from osprey.train.unroll import Chains, unroll
 
-    drafter = tiny_drafter(tiny_target())
+    drafter = tiny_drafter(tiny_target()).train()  # attention takes another way where nothing is trained
     config = OspreyDistillationConfig(
         output_dir="x", max_length=20, unroll_steps=3, precision="fp32", per_device_train_batch_size=2
     )
