@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub.utils import validate_repo_id
 
 from osprey.hub_cards.sentences import hub_sentences
 from osprey.hub_cards.validate import CheckedFolder, check_folder
@@ -34,14 +34,11 @@ def push(arguments: PushArguments) -> dict[str, Any]:
     Raises:
         ValueError, OSError: the folder may not be published, or the Hub refuses; one sentence.
     """
-    try:
-        validate_repo_id(arguments.repo)
-    except HFValidationError as error:
-        raise ValueError(f"{arguments.repo!r} cannot name a repository on the Hub: give ORG/NAME.") from error
     api = HfApi()
-    if not arguments.dry_run:
-        with hub_sentences(arguments.repo):
-            refuse_read_token(api)  # at once, not after minutes with the weights
+    with hub_sentences(arguments.repo):  # at once, not after minutes with the weights
+        validate_repo_id(arguments.repo)
+        if not arguments.dry_run:
+            refuse_read_token(api)
     checked = check_folder(arguments.folder)
     record = {
         "repo": arguments.repo,

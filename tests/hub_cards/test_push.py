@@ -82,7 +82,7 @@ def test_a_dry_run_sends_nothing(hub, folders, capsys, monkeypatch):
 
 def test_a_name_that_cannot_be(folders, capsys):
     assert osprey(["push", str(folders / "drafter"), "--repo", "bad name", "--dry_run"]) == 1
-    assert "'bad name' cannot name a repository on the Hub: give ORG/NAME" in capsys.readouterr().err
+    assert "'bad name' is not the name of a repo" in capsys.readouterr().err
 
 
 def test_an_interrupted_upload_resumes(hub, folders, capsys):
