@@ -116,7 +116,7 @@ def test_overwriting_clears_checkpoints_alone(files):
     (files / "backbone.run" / "notes.txt").write_text("mine")
     (files / "backbone.run" / "checkpoint-9").mkdir()
     inside = {"model": str(files / "backbone.run" / "checkpoint-1"), "overwrite": True}
-    with pytest.raises(ValueError, match="backbone.run/checkpoint-1, is the input itself, which would be lost: choose"):
+    with pytest.raises(ValueError, match="backbone.run/checkpoint-1, is the input itself, which would be lost"):
         pretrain(arguments(files, **inside))
     (files / "backbone.run" / "fr.jsonl").write_text((files / "en.jsonl").read_text())  # is read, and not cleared
     pretrain(arguments(files, overwrite=True, tokens=128, data=["backbone.run/fr.jsonl"]))
