@@ -125,7 +125,8 @@ def lengthened(arguments: SpeedArguments, pair: "Pair", items: list["Item"]) -> 
     from osprey.eval.contexts import lengthen
     from osprey.eval.suites import spread
 
-    suite, long = load_items(arguments.suite, None), []
+    suite = load_items(arguments.suite, None) if arguments.context_lengths else []
+    long: list[Item] = []
     for length in arguments.context_lengths:
         fitting, _ = lengthen(items, suite, [length], pair.tokenizer, arguments.max_new_tokens)
         long += spread(fitting, arguments.context_prompts)
