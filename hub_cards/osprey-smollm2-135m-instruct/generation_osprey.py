@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -22,8 +21,8 @@ from transformers.generation.logits_process import (
 
 from .controller_osprey import AdaptiveDraftLength, FixedDraftLength, statistics_of
 from .decoding_osprey import new_acceptance
-from .layers_osprey import BufferedLayer
 from .lookup_osprey import NgramIndex
+from .runner_osprey import DynamicRunner, StaticRunner, check_cache_implementation, new_runner
 from .target_osprey import check_target
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
@@ -44,9 +43,10 @@ class OspreyCandidateGenerator(CandidateGenerator):
 
     What it reads from the drafter's generation config: `num_assistant_tokens` (the longest draft),
     `assistant_confidence_threshold` (a draft ends where the drafter's probability of all of it is below),
-    `lookup_num_tokens` (the longest copy, 0 for none), `lookup_ngram_size` (how many last tokens must recur) and
+    `lookup_num_tokens` (the longest copy, 0 for none), `lookup_ngram_size` (how many last tokens must recur),
     `adaptive_draft_length` (whether measured costs and acceptance choose each round's length instead of the threshold;
-    None, the default: where decoding is greedy).
+    None, the default: where decoding is greedy) and `cache_implementation` ("static": shapes that never change, for
+    `torch.compile`; see `StaticRunner`).
 
     Args:
         drafter: an `OspreyDrafterForCausalLM`; nothing is stored on it, so that threads may share one.
@@ -64,6 +64,7 @@ class OspreyCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList | None = None,
     ):
         check_target(drafter, target)
+        check_cache_implementation(drafter)
         self.logits_processor = logits_processor if logits_processor is not None else LogitsProcessorList()
         refuse_history_keepers(self.logits_processor)
         self.drafter = drafter
@@ -92,8 +93,7 @@ class OspreyCandidateGenerator(CandidateGenerator):
         self.eos_token_ids = set() if eos is None else set(eos.flatten().tolist())
         self.draft_ids = drafter.draft_ids
 
-        self.cache = Cache(layer_class_to_replicate=BufferedLayer)
-        self.num_cached = 0  # positions whose keys and values come from true contexts
+        self.runner: DynamicRunner | StaticRunner | None = None  # made where the prompt's length is known
         self.unread: list[tuple[torch.Tensor, torch.Tensor]] = []  # tokens and taps of the positions that follow
         self.is_prefill = True  # whether the target's current forward is its first, which verifies nothing
         self.num_drafted = 0  # tokens of the draft that the target is verifying
@@ -160,14 +160,13 @@ class OspreyCandidateGenerator(CandidateGenerator):
         The drafter runs over the copied tokens as over its own, each with the state of the one before as context.
         """
         self.policy.start_draft(self.num_unread)
-        context, (cos, sin) = self.read_unread(budget - 1)  # [1, 1, h], [1, budget - 1, head_dim]
+        state = self.read_unread(budget - 1)  # [1, 1, h]
         for step in range(budget):
             if step > 0:
-                tokens = candidate_ids[:, length + step - 1 : length + step].to(context.device)  # [1, 1]
-                at = cos[:, step - 1 : step], sin[:, step - 1 : step]
-                context = self.drafter.run_layers(tokens, context, cache=self.cache, position_embeddings=at)
+                token = candidate_ids[:, length + step - 1 : length + step].to(state.device)  # [1, 1]
+                state = self.runner.step(token, state)
             if length + step == candidate_ids.shape[1]:
-                token, score, probability = self.choose(candidate_ids, self.drafter.draft_logits(context)[:, -1])
+                token, score, probability = self.choose(candidate_ids, self.runner.logits(state))
                 if token is None:
                     break
                 candidate_ids = torch.cat([candidate_ids, token.to(candidate_ids.device)], dim=-1)
@@ -177,41 +176,15 @@ class OspreyCandidateGenerator(CandidateGenerator):
                     break
         return candidate_ids, scores
 
-    def read_unread(self, ahead: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """Run over the positions that wait, so that none is left.
+    def read_unread(self, ahead: int) -> torch.Tensor:
+        """Run over the positions that wait, so that none is left: the state of the last, `[1, 1, h]`.
 
-        Returns the state of the last (`[1, 1, h]`), and the rotary embeddings of the `ahead` positions behind it.
+        `ahead`: draft steps that may follow.
         """
-        drafter = self.drafter
         tokens = torch.cat([tokens for tokens, _ in self.unread], dim=1)  # [1, T]
         taps = torch.cat([taps for _, taps in self.unread], dim=1)  # [1, T, 3H]
         self.unread.clear()
-        context = drafter.project_taps(taps.to(self.dtype))  # [1, T, h]
-        start, known = self.num_cached, tokens.shape[1]
-        self.cache.crop(start - self.cache.get_seq_length())
-        self.num_cached += known
-        positions = torch.arange(start, start + known + ahead, device=tokens.device)[None]
-        rotary = drafter.rotary_emb(context, positions)  # cosines and sines of the whole round, at once
-        state = drafter.run_layers(
-            tokens,
-            context,
-            self.causal_mask(start, known),
-            cache=self.cache,
-            position_embeddings=tuple(part[:, :known] for part in rotary),
-            last_only=True,
-        )
-        return state, tuple(part[:, known:] for part in rotary)
-
-    def causal_mask(self, start: int, length: int) -> torch.Tensor | None:
-        """Which of `start + length` keys each of the last `length` positions sees, `[1, 1, length, start + length]`.
-
-        None where the attention function sees to it; for a few positions transformers' general way costs more than
-        the attention.
-        """
-        if start == 0 or length == 1 or self.drafter.config._attn_implementation not in ("sdpa", "eager"):
-            return None
-        ones = torch.ones(length, start + length, dtype=torch.bool, device=self.device)
-        return ones.tril(start)[None, None]
+        return self.runner.read(tokens, taps.to(self.dtype), ahead)
 
     def uncached_inputs(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Inputs of the first forward without the positions that a cache brought by the caller holds already.
@@ -241,9 +214,10 @@ class OspreyCandidateGenerator(CandidateGenerator):
         prompt, nor with a text that is all copies.
         """
         states = [model_outputs.hidden_states[i] for i in self.hidden_state_ids]
-        is_first = self.num_cached == 0 and not self.unread
+        is_first = self.runner is None
         if is_first:  # after `inputs_embeds` only the first generated token has an id
             count = min(states[0].shape[1], input_ids.shape[1], PROMPT_WINDOW)
+            self.runner = new_runner(self.drafter, count + self.max_length - input_ids.shape[1])
             states = [state[:, -count:] for state in states]
         else:
             count = n_last_matches + 1

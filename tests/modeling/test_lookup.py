@@ -194,15 +194,15 @@ def test_nothing_grows_or_drifts_over_2000_tokens(monkeypatch):
     )
     generator = made[-1]
     assert text.shape[1] == 2011
-    assert generator.num_cached + sum(tokens.shape[1] for tokens, _ in generator.unread) >= 2000
+    assert generator.runner.num_cached + sum(tokens.shape[1] for tokens, _ in generator.unread) >= 2000
     assert len(generator.unread) < 50 and generator.ngrams.tokens == text[0, : len(generator.ngrams.tokens)].tolist()
-    assert generator.cache.get_seq_length() <= 2011 + 5
-    assert generator.cache.layers[0].buffers[0].shape[2] <= 2 * 2016
-    known = generator.num_cached
+    assert generator.runner.cache.get_seq_length() <= 2011 + 5
+    assert generator.runner.cache.layers[0].buffers[0].shape[2] <= 2 * 2016
+    known = generator.runner.num_cached
     states = target(text[:, :known], output_hidden_states=True).hidden_states
     with torch.no_grad():
         context = drafter.project_taps(torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1))
         output = drafter(text[:, 1 : known + 1], context, use_cache=True)
-    for ours, theirs in zip(generator.cache.layers, output.cache.layers, strict=True):
+    for ours, theirs in zip(generator.runner.cache.layers, output.cache.layers, strict=True):
         torch.testing.assert_close(ours.keys[:, :, :known], theirs.keys, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(ours.values[:, :, :known], theirs.values, rtol=1e-3, atol=1e-3)
