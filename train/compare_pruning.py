@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from osprey.train.checkpoints import file_sha256, write_json
 from osprey.train.data import check_source, parse_sources
 from osprey.train.linear_loss import use_linear_cross_entropy
 from osprey.train.perplexity import held_out_losses, perplexities
+from osprey.train.precision import default_device_type
 from osprey.train.pretrain import PretrainArguments, pretrain, recipe_settings
 from osprey.train.prune import STRATEGIES, PruneArguments, load_source, prune
 
@@ -110,7 +110,7 @@ def _cell(
 def _source_perplexities(recipe: PretrainArguments) -> dict[str, float]:
     held_out = [check_source(Path(recipe.data_root) / path) for path in recipe.held_out]
     model, tokenizer = load_source(recipe.model)
-    model: PreTrainedModel = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model: PreTrainedModel = model.to(default_device_type())
     use_linear_cross_entropy(model)
     losses = held_out_losses(model, tokenizer, held_out, recipe.length, recipe.final_eval_tokens, recipe.precision)
     return perplexities(losses)

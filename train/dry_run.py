@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from osprey.train.cost import flops_per_token, meta_parameters
 from osprey.train.data import Source, documents, encode
 from osprey.train.errors import first_line
-from osprey.train.precision import use_bf16
+from osprey.train.precision import default_device_type, use_bf16
 from osprey.train.prune import load_config, refuse_family
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def dry_run(arguments: PretrainArguments, sources: list[Source]) -> dict[str, An
         id(table.weight): table.weight for table in (model.get_input_embeddings(), model.get_output_embeddings())
     }
     frozen = sum(weight.numel() for weight in tables.values()) if arguments.freeze_embeddings else 0
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = default_device_type()
     bf16 = use_bf16(arguments.precision, device_type)
     head_rows = min(arguments.softmax_ids or config.vocab_size, config.vocab_size)
     flops = 3 * flops_per_token(config, arguments.length, head_rows) * arguments.steps * arguments.step_tokens

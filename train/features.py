@@ -34,7 +34,7 @@ from osprey.train.checkpoints import file_sha256, hub_commit, public_name, write
 from osprey.train.data import check_file
 from osprey.train.examples import Example, tokenize_row
 from osprey.train.jsonl import read_rows
-from osprey.train.precision import autocast, meaning, use_bf16
+from osprey.train.precision import autocast, default_device_type, meaning, use_bf16
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def prepare_features(arguments: FeatureArguments) -> Path:
     rows = [row for path in arguments.data for row in read_rows(path)]
     if tokenizer.chat_template is None and any("text" not in row for row in rows):
         raise ValueError(f"The target {arguments.target} has no chat template to put its responses in.")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device_type()
     settings = {
         "format_version": FORMAT_VERSION,
         "target": public_name(arguments.target),

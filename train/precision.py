@@ -1,10 +1,15 @@
-"""When to compute in bf16: one setting for every stage."""
+"""Where to compute, and when in bf16: one setting for every stage."""
 
 from contextlib import AbstractContextManager
 
 import torch
 
 PRECISIONS = ("auto", "bf16", "fp32")
+
+
+def default_device_type() -> str:
+    """Where the stages compute: on a CUDA card where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def use_bf16(precision: str, device_type: str) -> bool:

@@ -36,7 +36,7 @@ from osprey.train.data import Source, check_source, parse_sources
 from osprey.train.dry_run import dry_run
 from osprey.train.packing import PackedRows
 from osprey.train.perplexity import held_out_losses, perplexities
-from osprey.train.precision import compute_dtype, meaning, use_bf16
+from osprey.train.precision import compute_dtype, default_device_type, meaning, use_bf16
 from osprey.train.pretrain_checks import refuse_collisions, refuse_settings
 from osprey.train.pretrain_resume import (
     clear_checkpoints,
@@ -279,7 +279,7 @@ def recipe_settings(arguments: PretrainArguments, sources: list[Source]) -> dict
         "model_sha256": weights_sha256(arguments.model),
         "data": {source.name: source.weight for source in sources},
         "step_rows": arguments.step_rows,
-        "precision": meaning(arguments.precision, "cuda" if torch.cuda.is_available() else "cpu"),
+        "precision": meaning(arguments.precision, default_device_type()),
     }
 
 

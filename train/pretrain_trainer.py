@@ -32,7 +32,7 @@ from osprey.train.heap import keep_freed_memory
 from osprey.train.linear_loss import SampledVocabulary, use_linear_cross_entropy
 from osprey.train.muon import MuonAdamW
 from osprey.train.packing import PackedRows
-from osprey.train.precision import use_bf16
+from osprey.train.precision import default_device_type, use_bf16
 from osprey.train.pretrain_resume import STATE_FILE
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def make_settings(arguments: PretrainArguments, run: Path) -> TrainingArguments:
     Raises:
         ValueError: one process would train on several cards, or a package for logging is missing.
     """
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = default_device_type()
     if arguments.report_to != "none" and importlib.util.find_spec(arguments.report_to) is None:
         raise ValueError(f"--report_to {arguments.report_to} needs a package: pip install {arguments.report_to}.")
     schedule, options = "cosine_with_min_lr", {"min_lr_rate": arguments.min_learning_rate_ratio}

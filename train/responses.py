@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from osprey.train.data import check_file
 from osprey.train.examples import user_prompt_ids
 from osprey.train.jsonl import read_rows
-from osprey.train.precision import compute_dtype
+from osprey.train.precision import compute_dtype, default_device_type
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def respond(arguments: RespondArguments) -> dict[str, Any]:
     prompts = [row for path in arguments.prompts for row in prompt_rows(Path(path))]
     rows = [row for row in prompts if row["id"] not in answered]
     random.Random(arguments.seed).shuffle(rows)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device_type()
     dtype = compute_dtype(arguments.precision, device)
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.target, padding_side="left")

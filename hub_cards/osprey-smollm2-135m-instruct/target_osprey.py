@@ -36,7 +36,7 @@ def check_target(drafter: PreTrainedModel, target: PreTrainedModel, revision: st
     if is_hub_id(ours.target) and is_hub_id(found) and ours.target.lower() != found.lower():
         raise ValueError(
             f"This drafter was made for {ours.target}, but {found} generates: use the drafter of that model, or set "
-            "`drafter.config.target = None` to draft for it all the same."
+            "`drafter.config.target = None` (in its config.json: null) to draft for it all the same."
         )
     commit = ours.target_revision if re.fullmatch("[0-9a-f]{40}", ours.target_revision or "") else None
     if commit is not None and revision is not None and commit != revision:
@@ -54,7 +54,7 @@ def check_tokenizer(drafter: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         raise ValueError(
             f"This drafter was made for the tokenizer of {drafter.config.target}, but one with another vocabulary was "
             f"given ({tokenizer.name_or_path or 'without a name'}): use the target's own, or set "
-            "`drafter.config.target = None` to draft for it all the same."
+            "`drafter.config.target = None` (in its config.json: null) to draft for it all the same."
         )
 
 
