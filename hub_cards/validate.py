@@ -20,6 +20,7 @@ from osprey.hub_cards.layout import (
     read_json,
 )
 from osprey.modeling import OspreyConfig, OspreyDrafter
+from osprey.train.align import refuse_missing_rows
 
 CONFIG_KEYS = (
     *("auto_map", "backbone", "backbone_model_type", "format_version", "target"),
@@ -152,8 +153,4 @@ def check_loads(folder: Path, kind: str) -> None:
     broken = [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor).all()]
     if broken:
         raise ValueError(f"the weights in {folder} hold NaN or infinity ({', '.join(broken[:4])}): train it again.")
-    if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer in {folder} has {len(tokenizer)} tokens, the model {model.config.vocab_size}: it is "
-            "another model's tokenizer."
-        )
+    refuse_missing_rows(tokenizer, model.config.vocab_size, str(folder))

@@ -5,18 +5,21 @@ size, in shapes that never change, so that `torch.compile` compiles a draft step
 """
 
 import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
 from .layers_osprey import BufferedLayer
 
 MASKED_ATTENTION = ("sdpa", "eager")  # implementations that take a ready mask
 STATIC_ROWS = 16  # rows of a static read: as many positions as verification makes known in most rounds, padded
-LEAST_CAPACITY = 1024  # few sizes of buffers, a power of two each: for each the functions are compiled anew
+LEAST_CAPACITY = 1024  # positions of the smallest buffers; larger ones are powers of two, each compiled for itself
 
 
 class DynamicRunner:
@@ -47,7 +50,7 @@ class DynamicRunner:
         return drafter.run_layers(
             tokens,
             context,
-            self.causal_mask(start, known),
+            self.causal_mask(start, known, tokens.device),
             cache=self.cache,
             position_embeddings=tuple(part[:, :known] for part in rotary),
             last_only=True,
@@ -63,7 +66,7 @@ class DynamicRunner:
         """Scores over the draft vocabulary, `[1, D]`, of the state (`[1, 1, h]`) that came last."""
         return self.drafter.draft_logits(state)[:, -1]
 
-    def causal_mask(self, start: int, length: int) -> torch.Tensor | None:
+    def causal_mask(self, start: int, length: int, device: torch.device) -> torch.Tensor | None:
         """Which of `start + length` keys each of the last `length` positions sees, `[1, 1, length, start + length]`.
 
         None where the attention function sees to it; for a few positions transformers' general way costs more than
@@ -71,7 +74,7 @@ class DynamicRunner:
         """
         if start == 0 or length == 1 or self.drafter.config._attn_implementation not in MASKED_ATTENTION:
             return None
-        ones = torch.ones(length, start + length, dtype=torch.bool, device=self.drafter.device)
+        ones = torch.ones(length, start + length, dtype=torch.bool, device=device)
         return ones.tril(start)[None, None]
 
 
@@ -84,46 +87,48 @@ class StaticRunner:
 
     def __init__(self, drafter: PreTrainedModel, buffers: "StaticBuffers"):
         self.drafter, self.cache = drafter, buffers.cache
-        self.read_rows, self.read_row = buffers.read_rows, buffers.read_row
+        self.compiled_read, self.compiled_step = buffers.compiled_read, buffers.compiled_step
         self.num_cached = 0
+        for layer in self.cache.layers:
+            layer.reset()  # masked values still meet the attention, times zero: a NaN of an earlier call would stay
 
     def read(self, tokens: torch.LongTensor, taps: torch.Tensor, ahead: int) -> torch.Tensor:
         """As `DynamicRunner.read`; only what is longer than `STATIC_ROWS`, a prompt, has a shape of its own."""
         known = tokens.shape[1]
-        place = torch.tensor([self.num_cached, known], device=tokens.device)
+        start_and_known = torch.tensor([self.num_cached, known], device=tokens.device)
         self.num_cached += known
         if known > STATIC_ROWS:
-            state, self.last_logits = read_rows(self.drafter, self.cache, tokens, taps, place)
+            state, self.last_logits = static_read(self.drafter, self.cache, tokens, taps, start_and_known)
             return state
         padding = STATIC_ROWS - known
         tokens, taps = nn.functional.pad(tokens, (0, padding)), nn.functional.pad(taps, (0, 0, 0, padding))
-        state, logits = self.read_rows(self.drafter, self.cache, tokens, taps, place)
-        self.last_logits = logits.clone()  # the next replay of a graph writes where this one wrote
-        return state.clone()
+        return self.kept(self.compiled_read(self.drafter, self.cache, tokens, taps, start_and_known))
 
     def step(self, token: torch.LongTensor, state: torch.Tensor) -> torch.Tensor:
         """As `DynamicRunner.step`."""
-        token = token.clone(
-            memory_format=torch.contiguous_format
-        )  # of a longer row, whose stride would be compiled in
-        state, logits = self.read_row(self.drafter, self.cache, token, state)
-        self.last_logits = logits.clone()
-        return state.clone()
+        # A slice of a longer row: its stride would be compiled in.
+        token = token.clone(memory_format=torch.contiguous_format)
+        return self.kept(self.compiled_step(self.drafter, self.cache, token, state))
+
+    def kept(self, outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Copies: a graph writes where it wrote before, and one step's output is the next one's input."""
+        state, self.last_logits = (output.clone() for output in outputs)
+        return state
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
-        """As `DynamicRunner.logits`; computed with the state."""
+        """As `DynamicRunner.logits`; they are computed with each state, also where nobody asks for them."""
         return self.last_logits
 
 
-def read_rows(
+def static_read(
     drafter: PreTrainedModel,
     cache: Cache,
     tokens: torch.LongTensor,  # [1, R], those after the first `known` are padding
     taps: torch.Tensor,  # [1, R, 3H]
-    place: torch.LongTensor,  # [2]: first position, known
+    start_and_known: torch.LongTensor,  # [2]: the first position, and how many there are
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The state of the last known position, `[1, 1, h]`, and its scores, `[1, D]`; later steps follow it."""
-    start, known = place  # [], []
+    start, known = start_and_known  # [], []
     for layer in cache.layers:
         layer.cumulative_length.copy_(start)
     positions = start + torch.arange(tokens.shape[1], device=tokens.device)  # [R]
@@ -134,7 +139,7 @@ def read_rows(
     return state, drafter.draft_logits(state)[:, -1]
 
 
-def read_row(
+def static_step(
     drafter: PreTrainedModel, cache: Cache, token: torch.LongTensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A draft step: state `[1, 1, h]` and scores `[1, D]` from the token `[1, 1]` and the state before."""
@@ -157,35 +162,41 @@ def run_static(
 
 
 class StaticBuffers:
-    """Keys and values of `capacity` positions for a drafter, and the functions that are compiled for them."""
+    """Keys and values of `capacity` positions for a drafter, and the functions that are compiled for them.
+
+    Attributes:
+        runner: a weak reference to the runner that draws on them last; they serve one at a time.
+    """
 
     def __init__(self, drafter: PreTrainedModel, capacity: int):
         config = drafter.config
-        self.capacity = capacity
         with torch.inference_mode(False):  # else a later call outside of inference mode could not write to them
             self.cache = Cache(layers=[StaticLayer(capacity + STATIC_ROWS) for _ in range(config.num_hidden_layers)])
             self.cache.early_initialization(
                 1, config.num_key_value_heads, config.head_dim, drafter.dtype, drafter.device
             )
-        self.read_rows, self.read_row = read_rows, read_row
-        self.compile_config = wanted_compilation(drafter)
-        if self.compile_config is not None:
-            options = self.compile_config.to_dict()
-            self.read_rows, self.read_row = torch.compile(read_rows, **options), torch.compile(read_row, **options)
+        self.compiled_read, self.compiled_step = static_read, static_step
+        self.options = compile_options(drafter, self.cache)
+        if self.options is not None:
+            self.compiled_read = torch.compile(static_read, **self.options)
+            self.compiled_step = torch.compile(static_step, **self.options)
+        self.runner: Callable[[], StaticRunner | None] = lambda: None
 
-    def fit(self, drafter: PreTrainedModel, capacity: int) -> bool:
+    def fits(self, drafter: PreTrainedModel) -> bool:
+        """Whether the drafter is where, in what precision and to be compiled how it was when these were made."""
         like = self.cache.layers[0].keys
         same_place = (like.device, like.dtype) == (drafter.device, drafter.dtype)
-        return same_place and self.compile_config == wanted_compilation(drafter) and self.capacity >= capacity
+        return same_place and self.options == compile_options(drafter, self.cache)
 
 
-def wanted_compilation(drafter: PreTrainedModel) -> CompileConfig | None:
-    """How the drafter's generation config would have it compiled; None for not at all."""
+def compile_options(drafter: PreTrainedModel, cache: Cache) -> dict[str, Any] | None:
+    """What `torch.compile` is given for the drafter, by transformers' own rules; None where it is not compiled."""
     own = drafter.generation_config
-    config = own.compile_config if own.compile_config is not None else CompileConfig()
-    # transformers compiles on these, and elsewhere for who asks with this switch.
-    can = drafter.device.type in ("cuda", "xpu") or config._compile_all_devices
-    return config if can and not own.disable_compile else None
+    if not drafter._valid_auto_compile_criteria({"cache": cache}, own):
+        return None
+    options = (own.compile_config or drafter._default_compile_config()).to_dict()
+    # Nothing but the buffers' size ever differs, and a graph is recorded for each: no symbolic shapes.
+    return options | {"dynamic": False if options["dynamic"] is None else options["dynamic"]}
 
 
 def check_cache_implementation(drafter: PreTrainedModel) -> None:
@@ -203,17 +214,27 @@ def check_cache_implementation(drafter: PreTrainedModel) -> None:
         )
 
 
-_static = threading.local()  # a graph is bound to its buffers: each thread keeps a drafter's from call to call
+_static = threading.local()  # graphs and what they write to belong to a thread; here it keeps them from call to call
 
 
 def new_runner(drafter: PreTrainedModel, capacity: int) -> DynamicRunner | StaticRunner:
-    """A runner for a text of at most `capacity` positions, as the drafter's `cache_implementation` has it."""
-    if drafter.generation_config.cache_implementation != "static":
+    """A runner for a text of at most `capacity` positions, as the drafter's `cache_implementation` has it.
+
+    A call inside another one of the same drafter and thread finds the buffers in use, and autocast changes dtypes on
+    their way into them: both draft with a growing cache.
+    """
+    wants_static = drafter.generation_config.cache_implementation == "static"
+    if not wants_static or torch.is_autocast_enabled(drafter.device.type):
         return DynamicRunner(drafter)
     if not hasattr(_static, "buffers"):
         _static.buffers = WeakKeyDictionary()
-    buffers = _static.buffers.get(drafter)
-    if buffers is None or not buffers.fit(drafter, capacity):
-        power_of_two = 1 << (max(capacity, LEAST_CAPACITY) - 1).bit_length()
-        _static.buffers[drafter] = buffers = StaticBuffers(drafter, power_of_two)
-    return StaticRunner(drafter, buffers)
+    of_drafter = _static.buffers.setdefault(drafter, {})
+    capacity = 1 << (max(capacity, LEAST_CAPACITY) - 1).bit_length()
+    if capacity not in of_drafter or not of_drafter[capacity].fits(drafter):
+        of_drafter[capacity] = StaticBuffers(drafter, capacity)
+    buffers = of_drafter[capacity]
+    if buffers.runner() is not None:
+        return DynamicRunner(drafter)
+    runner = StaticRunner(drafter, buffers)
+    buffers.runner = weakref.ref(runner)
+    return runner

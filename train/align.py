@@ -64,6 +64,11 @@ class VocabularyAlignment:
                 "do not go together; use --force to go on all the same."
             )
 
+    def first(self, length: int) -> "VocabularyAlignment":
+        """The alignment of the first ``length`` target ids, or of all if there are fewer."""
+        end = int(self.offsets[: length + 1][-1])
+        return VocabularyAlignment(self.kinds[:length], self.offsets[: length + 1], self.source_ids[:end])
+
     def apply(self, rows: Tensor, vocab_size: int | None = None) -> Tensor:
         """Builds the target's table from the source's.
 
@@ -118,6 +123,19 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], revision: str | None = 
             f"The tokenizer of '{name_or_path}' is a slow one: alignment needs a fast tokenizer (tokenizer.json)."
         )
     return tokenizer
+
+
+def refuse_missing_rows(tokenizer: PreTrainedTokenizerBase, num_rows: int, name: str) -> None:
+    """Raises ``ValueError`` where a model with ``num_rows`` rows of embeddings has none for a token of its tokenizer.
+
+    Added tokens may be without one: text-only Gemma 3 comes with an image token that it cannot read.
+    """
+    added = tokenizer.get_added_vocab()
+    if any(token_id >= num_rows and token not in added for token, token_id in tokenizer.get_vocab().items()):
+        raise ValueError(
+            f"The config of {name} says {num_rows} vocabulary rows but its tokenizer has {len(tokenizer)} tokens: "
+            "give the config and the tokenizer of one model."
+        )
 
 
 def align_vocabularies(source: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> VocabularyAlignment:

@@ -23,7 +23,7 @@ from transformers import (
 from osprey.modeling.configuration_osprey import OspreyConfig, default_target_layer_ids
 from osprey.modeling.modeling_osprey import OspreyDrafterForCausalLM
 from osprey.modeling.target_osprey import vocabulary_sha256
-from osprey.train.align import VocabularyAlignment, cached_alignment, load_tokenizer
+from osprey.train.align import VocabularyAlignment, cached_alignment, load_tokenizer, refuse_missing_rows
 from osprey.train.checkpoints import (
     TRAINING_FILE,
     atomic_folder,
@@ -93,7 +93,8 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
         target_tokenizer = load_tokenizer(arguments.target, arguments.target_revision)
         config = drafter_config(backbone_config, target_config, target_tokenizer, arguments)
 
-        alignment = cached_alignment(load_tokenizer(arguments.backbone), target_tokenizer)
+        refuse_missing_rows(target_tokenizer, config.vocab_size, arguments.target)
+        alignment = cached_alignment(load_tokenizer(arguments.backbone), target_tokenizer).first(config.vocab_size)
         if not arguments.force:
             alignment.refuse_if_poor()
         identify_target(config, arguments.target, target_tokenizer)

@@ -7,8 +7,8 @@ import torch
 from tiny import DraftLog, assert_same_text, oracle, tiny_drafter, tiny_prompt, tiny_target
 from transformers import CompileConfig
 
-from osprey.modeling import record_acceptance
-from osprey.modeling.runner_osprey import LEAST_CAPACITY, STATIC_ROWS, StaticRunner, new_runner
+from osprey.modeling import record_acceptance, runner_osprey
+from osprey.modeling.runner_osprey import LEAST_CAPACITY, STATIC_ROWS, DynamicRunner, StaticRunner, new_runner
 
 
 def both(target, drafter, prompt, monkeypatch, rate, log, max_new_tokens=24):
@@ -40,6 +40,21 @@ def eager_backend():
         return graph
 
     return backend, graphs
+
+
+def replaying_backend(graph, example_inputs):
+    """As a CUDA graph does it: every call writes its outputs where the first one did."""
+    kept = []
+
+    def replay(*inputs):
+        outputs = graph(*inputs)
+        if not kept:
+            kept.extend(output.clone() for output in outputs)
+        for place, output in zip(kept, outputs, strict=True):
+            place.copy_(output)
+        return tuple(kept)
+
+    return replay
 
 
 @pytest.mark.parametrize(
@@ -82,19 +97,21 @@ def test_long_drafts_and_copies(monkeypatch):
 
 
 def test_sampling_draws_what_the_growing_cache_draws():
+    """Also where each step overwrites what the one before put out: sampling keeps the scores of a whole draft."""
+    torch._dynamo.reset()
     target = tiny_target()
     drafter = tiny_drafter(target)
     drafter.generation_config.lookup_num_tokens = 4
     texts, rounds = [], []
-    for implementation in (None, "static"):
-        drafter.generation_config.cache_implementation = implementation
+    for set_up in (lambda drafter: drafter, static, lambda drafter: static(drafter, replaying_backend)):
         torch.manual_seed(0)
         with record_acceptance() as calls:
-            texts.append(
-                target.generate(tiny_prompt(), max_new_tokens=60, do_sample=True, top_k=0, assistant_model=drafter)
+            text = target.generate(
+                tiny_prompt(), max_new_tokens=60, do_sample=True, top_k=0, assistant_model=set_up(drafter)
             )
+        texts.append(text)
         rounds.append(calls[0].rounds)
-    assert torch.equal(*texts) and rounds[0] == rounds[1]
+    assert all(torch.equal(text, texts[0]) for text in texts) and rounds[0] == rounds[1] == rounds[2]
 
 
 def test_two_graphs_serve_every_round_of_every_call(monkeypatch):
@@ -109,7 +126,27 @@ def test_two_graphs_serve_every_round_of_every_call(monkeypatch):
             plain, assisted, _ = both(target, drafter, tiny_prompt(length), patch, 0.6, log, new_tokens)
         assert_same_text(target, plain, assisted)
         log.assert_follows_definition(target, drafter)
-    assert len(graphs) == 2  # a read and a draft step
+        assert len(graphs) == 2  # a read and a draft step
+        assert isinstance(new_runner(drafter, 1), StaticRunner)  # the call is over, and its buffers are free
+
+
+def test_each_size_of_buffers_has_static_graphs_of_its_own(monkeypatch):
+    """And a text that ends with the buffers: padded rows have room behind it."""
+    monkeypatch.setattr(runner_osprey, "LEAST_CAPACITY", 1)
+    target = tiny_target()
+    backend, graphs = eager_backend()
+    drafter = static(tiny_drafter(target), backend)
+    for length, compiled in ((32, 2), (64, 4), (128, 6), (32, 6)):
+        log = DraftLog()
+        with monkeypatch.context() as patch:
+            plain, assisted, _ = both(target, drafter, tiny_prompt(6), patch, 0.9, log, length - 6)
+        assert_same_text(target, plain, assisted)
+        log.assert_follows_definition(target, drafter)
+        assert len(graphs) == compiled
+    shapes = [
+        node.meta["example_value"].shape for graph in graphs for node in graph.graph.find_nodes(op="placeholder")
+    ]
+    assert all(isinstance(size, int) for shape in shapes for size in shape)
 
 
 def test_aot_autograd_takes_the_steps(monkeypatch):
@@ -134,15 +171,56 @@ def test_nothing_is_compiled_on_a_cpu_unless_asked(monkeypatch):
     assert graphs == []
 
 
-def test_buffers_stay_and_grow_by_doubling():
+def test_buffers_stay_by_size():
     drafter = static(tiny_drafter(tiny_target()))
-    first = new_runner(drafter, 100)
-    assert first.cache.layers[0].max_cache_len == LEAST_CAPACITY + STATIC_ROWS
-    assert new_runner(drafter, LEAST_CAPACITY).cache is first.cache and new_runner(drafter, 7).cache is first.cache
-    assert new_runner(drafter, LEAST_CAPACITY + 1).cache.layers[0].max_cache_len == 2 * LEAST_CAPACITY + STATIC_ROWS
-    assert new_runner(drafter, 7).cache.layers[0].max_cache_len == 2 * LEAST_CAPACITY + STATIC_ROWS
+    small = new_runner(drafter, 100).cache
+    large = new_runner(drafter, LEAST_CAPACITY + 1).cache
+    assert small.layers[0].max_cache_len == LEAST_CAPACITY + STATIC_ROWS
+    assert large.layers[0].max_cache_len == 2 * LEAST_CAPACITY + STATIC_ROWS
+    assert (
+        new_runner(drafter, LEAST_CAPACITY).cache is small and new_runner(drafter, 2 * LEAST_CAPACITY).cache is large
+    )
     other = new_runner(drafter.to(torch.bfloat16), 7)
     assert other.cache.layers[0].keys.dtype == torch.bfloat16
+
+
+def test_a_call_inside_a_call_has_a_cache_of_its_own():
+    drafter = static(tiny_drafter(tiny_target()))
+    outer = new_runner(drafter, 10)
+    assert isinstance(outer, StaticRunner) and isinstance(new_runner(drafter, 10), DynamicRunner)
+    del outer
+    assert isinstance(new_runner(drafter, 10), StaticRunner)
+
+
+def test_a_call_under_autocast_drafts_too():
+    target = tiny_target()
+    drafter = static(tiny_drafter(target))
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = target.generate(tiny_prompt(), max_new_tokens=20, do_sample=False)
+        assisted = target.generate(tiny_prompt(), max_new_tokens=20, do_sample=False, assistant_model=drafter)
+    assert_same_text(target, plain, assisted, tolerance=0.5)
+
+
+def test_a_call_that_overflowed_leaves_nothing_behind(monkeypatch):
+    target = tiny_target()
+    drafter = static(tiny_drafter(target))
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, "project_taps", lambda taps: drafter.fc(taps) * torch.nan)
+        target.generate(tiny_prompt(), max_new_tokens=30, do_sample=False, assistant_model=drafter)
+    log = DraftLog().start(monkeypatch)
+    target.generate(tiny_prompt(4), max_new_tokens=30, do_sample=False, assistant_model=drafter)
+    log.assert_follows_definition(target, drafter)
+
+
+def test_other_options_compile_anew():
+    target = tiny_target()
+    backend, graphs = eager_backend()
+    drafter = static(tiny_drafter(target), backend)
+    target.generate(tiny_prompt(), max_new_tokens=10, do_sample=False, assistant_model=drafter)
+    other = []
+    drafter.generation_config.compile_config.backend = lambda graph, inputs: (other.append(graph), graph)[1]
+    target.generate(tiny_prompt(), max_new_tokens=10, do_sample=False, assistant_model=drafter)
+    assert len(graphs) == len(other) == 2
 
 
 def test_threads_do_not_share_buffers():

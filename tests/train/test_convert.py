@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from osprey.cli.convert import main
 from osprey.modeling import OspreyDrafter, vocabulary_sha256
+from osprey.modeling.target_osprey import check_tokenizer
 from osprey.train import align
 from osprey.train.checkpoints import cache_dir
 from osprey.train.convert import ConvertArguments, convert
@@ -210,6 +211,26 @@ def test_alignments_are_kept(tmp_path, folders, monkeypatch):
     assert len(list((cache_dir() / "alignments").iterdir())) == 1
     monkeypatch.setattr(align, "align_vocabularies", lambda *_: pytest.fail("aligned again"))
     convert(arguments(tmp_path, overwrite=True))
+
+
+def test_an_added_token_may_lie_past_the_targets_rows(tmp_path, folders):
+    """As the image token of text-only Gemma 3 does; any other token there is of another model's tokenizer."""
+    folders("llama")
+    target = tiny_target(vocab_size=BYTES, hidden_size=64, num_hidden_layers=8, seed=3, eos_token_id=2)
+    target.save_pretrained(tmp_path / "target")
+    tokenizer = bytes_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    assert tokenizer.convert_tokens_to_ids("<image>") == BYTES
+    tokenizer.save_pretrained(tmp_path / "target")
+    record = convert(arguments(tmp_path))
+    drafter = OspreyDrafter.from_pretrained(tmp_path / "out")
+    assert len(drafter.draft_ids) == drafter.config.vocab_size == BYTES
+    assert record["alignment"] == {"direct": BYTES, "single": 0, "averaged": 0, "unmapped": 0}
+    check_tokenizer(drafter, AutoTokenizer.from_pretrained(tmp_path / "target"))
+
+    tiny_target(vocab_size=BYTES - 1, num_hidden_layers=8, eos_token_id=2).save_pretrained(tmp_path / "target")
+    with pytest.raises(ValueError, match=f"{BYTES - 1} vocabulary rows but its tokenizer has {BYTES + 1} tokens"):
+        convert(arguments(tmp_path, overwrite=True))
 
 
 def test_sliding_windows_are_refused(tmp_path, folders):
