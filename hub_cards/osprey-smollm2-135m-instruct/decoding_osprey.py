@@ -87,6 +87,7 @@ class AssistedCall(BaseStreamer):
         self.drafter, self.criteria, self.streamer, self.cache = drafter, criteria, streamer, cache
         self.prompt_length = self.length = prompt_length
         self.tokens_to_remove = 0
+        self.generator: CandidateGenerator | None = None
 
     def osprey_candidate_generator(self, target: PreTrainedModel, **kwargs) -> CandidateGenerator:
         self.generator = self.drafter.osprey_candidate_generator(target, **kwargs)
@@ -104,6 +105,8 @@ class AssistedCall(BaseStreamer):
         finally:
             if self.cache is not None:
                 del self.cache.crop
+            if self.generator is not None:
+                self.generator.release()
         return self.crop_output(output)
 
     def postpone_crop(self, tokens_to_remove: int) -> None:

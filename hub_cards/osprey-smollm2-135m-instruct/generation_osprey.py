@@ -235,6 +235,10 @@ class OspreyCandidateGenerator(CandidateGenerator):
             taps = torch.cat([state[:, part].to(self.device) for state in states], dim=-1)  # [1, up to CHUNK, 3H]
             self.unread.append((tokens[:, part], taps))
 
+    def release(self) -> None:
+        """Let go of the drafter's keys and values: the call is over."""
+        self.runner = None
+
     @property
     def num_unread(self) -> int:
         return sum(tokens.shape[1] for tokens, _ in self.unread)

@@ -77,18 +77,18 @@ def test_verified_positions_hold_the_keys_and_values_of_a_prefill(monkeypatch):
     monkeypatch.setattr(
         OspreyCandidateGenerator,
         "update_candidate_strategy",
-        lambda self, *args: (made.append(self), update(self, *args))[1],
+        lambda self, *args: (made.append(self.runner), update(self, *args))[1],
     )
     _, assisted, rounds = both(target, drafter, tiny_prompt(), monkeypatch, 0.7)
     assert any(drafted > right > 0 for drafted, right in rounds)
-    generator = made[-1]
-    known = generator.runner.num_cached
+    runner = made[-1]
+    known = runner.num_cached
     states = target(assisted[:, :known], output_hidden_states=True).hidden_states
     context = drafter.project_taps(torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1))
     expected = DynamicCache(config=drafter.config)
     drafter.run_layers(assisted[:, 1 : known + 1], context, cache=expected)
     assert known > 25
-    for ours, theirs in zip(generator.runner.cache.layers, expected.layers, strict=True):
+    for ours, theirs in zip(runner.cache.layers, expected.layers, strict=True):
         torch.testing.assert_close(ours.keys[:, :, :known], theirs.keys, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(ours.values[:, :, :known], theirs.values, rtol=1e-4, atol=1e-4)
 

@@ -187,22 +187,22 @@ def test_nothing_grows_or_drifts_over_2000_tokens(monkeypatch):
     monkeypatch.setattr(
         OspreyCandidateGenerator,
         "update_candidate_strategy",
-        lambda self, *args: (made.append(self), update(self, *args))[1],
+        lambda self, *args: (made.append((self, self.runner)), update(self, *args))[1],
     )
     text = target.generate(
         tiny_prompt(), max_new_tokens=2000, do_sample=True, top_k=0, assistant_model=drafter, temperature=3.0
     )
-    generator = made[-1]
+    generator, runner = made[-1]
     assert text.shape[1] == 2011
-    assert generator.runner.num_cached + sum(tokens.shape[1] for tokens, _ in generator.unread) >= 2000
+    assert runner.num_cached + sum(tokens.shape[1] for tokens, _ in generator.unread) >= 2000
     assert len(generator.unread) < 50 and generator.ngrams.tokens == text[0, : len(generator.ngrams.tokens)].tolist()
-    assert generator.runner.cache.get_seq_length() <= 2011 + 5
-    assert generator.runner.cache.layers[0].buffers[0].shape[2] <= 2 * 2016
-    known = generator.runner.num_cached
+    assert runner.cache.get_seq_length() <= 2011 + 5
+    assert runner.cache.layers[0].buffers[0].shape[2] <= 2 * 2016
+    known = runner.num_cached
     states = target(text[:, :known], output_hidden_states=True).hidden_states
     with torch.no_grad():
         context = drafter.project_taps(torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1))
         output = drafter(text[:, 1 : known + 1], context, use_cache=True)
-    for ours, theirs in zip(generator.runner.cache.layers, output.cache.layers, strict=True):
+    for ours, theirs in zip(runner.cache.layers, output.cache.layers, strict=True):
         torch.testing.assert_close(ours.keys[:, :, :known], theirs.keys, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(ours.values[:, :, :known], theirs.values, rtol=1e-3, atol=1e-3)
