@@ -58,7 +58,8 @@ def check_out(out: str | Path, overwrite: bool = False, inputs: Iterable[str | P
 
     Raises:
         ValueError: it is, or holds, one of `inputs` (see `refuse_input`), or lies in the cache.
-        FileExistsError: it exists and `overwrite` is false, or it is neither empty nor what a stage has written.
+        FileExistsError: it exists and `overwrite` is false, or it is neither empty nor what a stage has written, or it
+            is a git checkout.
     """
     refuse_input(out, inputs)
     out = Path(out)
@@ -68,6 +69,8 @@ def check_out(out: str | Path, overwrite: bool = False, inputs: Iterable[str | P
         return
     if not overwrite:
         raise FileExistsError(f"{out} exists already: choose another --out, or give --overwrite to replace it.")
+    if (out / ".git").exists():
+        raise FileExistsError(f"--overwrite does not replace {out}, a git checkout, with its history: choose another.")
     if not out.is_dir() or (any(out.iterdir()) and not holds_model(out)):
         raise FileExistsError(
             f"--overwrite does not replace {out}, which is no folder of a model (it has no config.json with a "

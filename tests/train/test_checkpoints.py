@@ -83,6 +83,13 @@ def test_only_folders_of_ours_are_replaced(tmp_path):
         assert content(tmp_path / name) == {"new": "2"}
 
 
+def test_a_git_checkout_is_not_replaced(old):
+    (old / ".git").mkdir()
+    with pytest.raises(FileExistsError, match="a git checkout"), atomic_folder(old, overwrite=True):
+        pass
+    assert sorted(path.name for path in old.iterdir()) == [".git", "config.json", "old"]
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_what_has_come_meanwhile_is_not_replaced(tmp_path, overwrite):
     out = tmp_path / "out"
