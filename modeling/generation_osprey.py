@@ -275,15 +275,27 @@ class OspreyCandidateGenerator(CandidateGenerator):
 
 
 def draft_settings(own: GenerationConfig) -> dict[str, Any]:
-    """How to draft, from the drafter's generation config and the defaults."""
-    threshold = own.assistant_confidence_threshold
-    return {
-        "num_assistant_tokens": own.num_assistant_tokens or DEFAULT_NUM_ASSISTANT_TOKENS,
+    """How to draft, from the drafter's generation config and the defaults; `ValueError` for what means nothing."""
+    num_tokens, threshold = own.num_assistant_tokens, own.assistant_confidence_threshold
+    settings = {
+        "num_assistant_tokens": DEFAULT_NUM_ASSISTANT_TOKENS if num_tokens is None else num_tokens,
         "confidence_threshold": DEFAULT_CONFIDENCE_THRESHOLD if threshold is None else threshold,
         "adaptive_draft_length": getattr(own, "adaptive_draft_length", DEFAULT_ADAPTIVE_DRAFT_LENGTH),
         "lookup_num_tokens": getattr(own, "lookup_num_tokens", DEFAULT_LOOKUP_NUM_TOKENS),
         "lookup_ngram_size": getattr(own, "lookup_ngram_size", DEFAULT_LOOKUP_NGRAM_SIZE),
     }
+    wrong, place = None, "The drafter's generation config has"
+    for name, least in (("num_assistant_tokens", 1), ("lookup_num_tokens", 0), ("lookup_ngram_size", 1)):
+        if not isinstance(settings[name], int) or settings[name] < least:
+            wrong = f"{place} {name} {settings[name]!r}, but it must be a whole number of at least {least}."
+    threshold, adaptive = settings["confidence_threshold"], settings["adaptive_draft_length"]
+    if not isinstance(threshold, int | float) or not threshold >= 0:
+        wrong = f"{place} assistant_confidence_threshold {threshold!r}, but it must be a number of at least 0."
+    if adaptive not in (None, True, False):
+        wrong = f"{place} adaptive_draft_length {adaptive!r}, but it must be True, False or None."
+    if wrong is not None:
+        raise ValueError(wrong)
+    return settings
 
 
 def refuse_history_keepers(logits_processor: LogitsProcessorList) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -280,7 +280,7 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
         """
         path = str(pretrained_model_name_or_path)
         if os.path.isdir(path):
-            refuse_incomplete_folder(os.path.join(path, kwargs.get("subfolder") or ""))
+            refuse_incomplete_folder(os.path.join(path, kwargs.get("subfolder") or ""), cls.config_class.model_type)
         if "dtype" not in kwargs and "torch_dtype" not in kwargs and not torch.accelerator.is_available():
             kwargs["dtype"] = torch.float32
         kwargs["use_safetensors"] = True  # nothing is ever unpickled
@@ -309,11 +309,14 @@ class OspreyDrafterForCausalLM(OspreyPreTrainedModel, GenerationMixin):
         return (model, info) if return_info else model
 
 
-def refuse_incomplete_folder(folder: str) -> None:
-    """Raise `ValueError` where a local drafter folder lacks its config or its weights."""
+def refuse_incomplete_folder(folder: str, model_type: str) -> None:
+    """Raise `ValueError` where a local folder lacks a config of that type, or weights."""
     weights = ("model.safetensors", "model.safetensors.index.json")
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise ValueError(f"{folder} is not a drafter folder, it has no config.json: make one with `osprey convert`.")
+    kind = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
+    if kind != model_type:
+        raise ValueError(f"{folder} is no Osprey drafter but a {kind} model: make one of it with `osprey convert`.")
     if not any(os.path.isfile(os.path.join(folder, name)) for name in weights):
         raise ValueError(f"The drafter folder {folder} has no model.safetensors: fetch or make the drafter again.")
 

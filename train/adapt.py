@@ -1,6 +1,7 @@
 """Stages 3 and 4 in one: a backbone becomes a trained drafter of one target. What is done is not done again."""
 
 import logging
+import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,9 @@ def adapt(arguments: AdaptArguments, config: OspreyDistillationConfig) -> dict[s
             "--output_dir has no effect on adapt, which keeps its checkpoints in OUT.adapt: leave it out."
         )
     work = Path(f"{arguments.out}.adapt")
+    drafter, features, run = work / "untrained", work / "features", work / "run"
+    if not features.exists() and not run.exists():
+        shutil.rmtree(work, ignore_errors=True)  # of a run that was refused: it may have been mended
     work.mkdir(parents=True, exist_ok=True)
     settings = {name: value for name, value in asdict(arguments).items() if name not in ("data", "out", "overwrite")}
     settings["data"] = [file_sha256(check_file(Path(path))) for path in arguments.data]
@@ -81,7 +85,6 @@ def adapt(arguments: AdaptArguments, config: OspreyDistillationConfig) -> dict[s
     write_json(work / SETTINGS_FILE, settings)
 
     records: dict[str, Any] = {}
-    drafter, features = work / "untrained", work / "features"
     if not drafter.exists():
         shared = ("backbone", "target", "target_name", "target_revision", "target_layer_ids", "draft_vocab_size")
         shared += ("ctx_norm_weight", "untie", "force")
@@ -108,7 +111,7 @@ def adapt(arguments: AdaptArguments, config: OspreyDistillationConfig) -> dict[s
             )
         )
         source = {"features": [str(features)]}
-    config.output_dir = str(work / "run")
+    config.output_dir = str(run)
     records["distill"] = distill(
         DistillArguments(
             drafter=str(drafter),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TRAINING_FILE = "training.json"
 CUSTOM_GENERATE = "custom_generate"  # of `osprey.modeling`, and of every drafter folder
+OWN_SUBFOLDERS = {CUSTOM_GENERATE, "__pycache__", ".cache"}  # the last is what a download from the Hub leaves
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def atomic_folder(
     Raises:
         ValueError, FileExistsError: `out` may not be written or replaced (see `check_out`), before the work or after
             it; what is finished by then stays under a name of its own.
-        OSError: weights cannot be written, or those that they are made from cannot be read.
+        OSError: weights cannot be written.
     """
     check_out(out, overwrite, inputs)
     out = Path(out)
@@ -48,6 +49,8 @@ def atomic_folder(
         except (ValueError, OSError) as error:
             kept = work.rename(work.with_name(work.name.removeprefix(".")))
             raise type(error)(f"{error} What was to stand there is finished, and kept as {kept}.") from error
+        for path in work.rglob("*.safetensors"):
+            path.chmod(0o644)  # safetensors writes 0600: a shared folder could not be read
         _put_in_place(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -70,11 +73,17 @@ def check_out(out: str | Path, overwrite: bool = False, inputs: Iterable[str | P
     if not overwrite:
         raise FileExistsError(f"{out} exists already: choose another --out, or give --overwrite to replace it.")
     if (out / ".git").exists():
-        raise FileExistsError(f"--overwrite does not replace {out}, a git checkout, with its history: choose another.")
+        raise FileExistsError(f"--overwrite does not replace {out}, a git checkout: choose another --out.")
     if not out.is_dir() or (any(out.iterdir()) and not holds_model(out)):
         raise FileExistsError(
             f"--overwrite does not replace {out}, which is no folder of a model (it has no config.json with a "
             "`model_type`): choose another --out, or remove it first."
+        )
+    strange = sorted(path.name for path in out.iterdir() if path.is_dir() and path.name not in OWN_SUBFOLDERS)
+    if strange:
+        raise FileExistsError(
+            f"--overwrite does not replace {out}, which holds the folder {strange[0]} that no stage has written: "
+            "choose another --out, or move it away first."
         )
 
 
@@ -119,6 +128,18 @@ def _put_in_place(work: Path, out: Path) -> None:
         shutil.rmtree(old)
     else:
         old.unlink()
+
+
+@contextmanager
+def reading_weights(name_or_path: str | Path) -> Iterator[None]:
+    """Says of weights that cannot be read that they are a source's; `atomic_folder` would blame what it writes."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(
+            f"The weights of {name_or_path} cannot be read ({error}): a file is truncated or damaged; fetch or make "
+            "it again."
+        ) from error
 
 
 def save_drafter(drafter: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:

@@ -4,6 +4,7 @@ Needs the target's config and tokenizer, not its weights. The drafter computes e
 whatever context it is given, because the context half of every widened projection starts at zero.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from osprey.train.checkpoints import (
     hub_commit,
     provenance,
     public_name,
+    reading_weights,
     save_drafter,
     versions,
     write_json,
@@ -47,7 +49,7 @@ SUPPORTED_BACKBONES = ("llama", "qwen2", "qwen3", "smollm3")
 class ConvertArguments:
     """Arguments of `convert`."""
 
-    backbone: str = field(metadata={"help": "backbone: Hub id or folder of a llama, qwen2 or qwen3 model"})
+    backbone: str = field(metadata={"help": "backbone: Hub id or folder of a llama, qwen2, qwen3 or smollm3 model"})
     target: str = field(metadata={"help": "target model: Hub id or folder; only its config and tokenizer are read"})
     out: str = field(metadata={"help": "drafter folder to write"})
     target_name: str | None = field(default=None, metadata={"help": "name of the target in the drafter's config"})
@@ -78,6 +80,9 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
         ValueError: the family is unknown, the taps are out of range, or the files do not fit together.
         OSError: the folder exists, and may not be replaced.
     """
+    weight = arguments.ctx_norm_weight
+    if weight is not None and not math.isfinite(weight):
+        raise ValueError(f"--ctx_norm_weight is {weight}, but must be finite.")
     inputs = (arguments.backbone, arguments.target, *arguments.frequencies)
     with atomic_folder(arguments.out, arguments.overwrite, inputs) as work:
         target_config = AutoConfig.from_pretrained(
@@ -111,7 +116,8 @@ def convert(arguments: ConvertArguments) -> dict[str, Any]:
                 "response_coverage": coverage(counts.responses, shortlist),
             }
 
-        backbone = AutoModelForCausalLM.from_pretrained(arguments.backbone, dtype=torch.float32)
+        with reading_weights(arguments.backbone):
+            backbone = AutoModelForCausalLM.from_pretrained(arguments.backbone, dtype=torch.float32)
         if arguments.random_blocks:
             randomise(backbone, arguments.seed)
         drafter = OspreyDrafterForCausalLM(config)

@@ -29,7 +29,7 @@ from osprey.train.checkpoints import (
 from osprey.train.completions import greedy_answer
 from osprey.train.data import check_file
 from osprey.train.distillation_config import OspreyDistillationConfig
-from osprey.train.distillation_trainer import OspreyDistillationTrainer
+from osprey.train.distillation_trainer import OspreyDistillationTrainer, refuse_other_target
 from osprey.train.examples import Example, tokenize_row
 from osprey.train.feature_data import ExampleDataset, FeatureDataset, split_rows
 from osprey.train.features import refuse_longer_than_context
@@ -79,6 +79,7 @@ def distill(arguments: DistillArguments, config: OspreyDistillationConfig) -> di
         if offline:
             target, dataset = None, FeatureDataset(arguments.features)
             dataset.verify()
+            refuse_other_target(drafter, dataset)
             refuse_other_head(arguments.drafter, dataset.settings["head_sha256"])
             source, data_hash = dataset.settings | {"data": dataset.sources}, dataset.identity()
         else:

@@ -98,6 +98,7 @@ class OspreyDistillationConfig(GKDConfig):
             )
         if not 0 < self.temperature < math.inf:  # completions are sampled, which 0 leaves no way to do
             raise ValueError(f"temperature is {self.temperature}, but must be more than 0 and finite.")
+        self._refuse_numbers_that_cannot_be()
         self._refuse_settings_without_effect()
         if self.muon and self.other_learning_rate is None:
             self.other_learning_rate = MUON_OTHER_LEARNING_RATE
@@ -113,6 +114,20 @@ class OspreyDistillationConfig(GKDConfig):
                 '(a large target can be spread over cards by --teacher_model_init_kwargs \'{"device_map": "auto"}\').'
             )
         self._n_gpu = min(self._n_gpu, 1)  # further cards are the target's: no DataParallel
+
+    def _refuse_numbers_that_cannot_be(self) -> None:
+        for name in ("learning_rate", "other_learning_rate", "context_learning_rate"):
+            rate = getattr(self, name)
+            if rate is not None and not 0 < rate < math.inf:
+                raise ValueError(f"--{name} is {rate}, but must be more than 0 and finite.")
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} is {getattr(self, name)}, but must be at least 1.")
+        if self.max_steps < 1 and (self.max_steps != -1 or not 0 < self.num_train_epochs < math.inf):
+            raise ValueError(
+                f"--max_steps is {self.max_steps} and --num_train_epochs {self.num_train_epochs}: give at least one "
+                "step, or more than 0 epochs and no steps."
+            )
 
     def _refuse_settings_without_effect(self) -> None:
         own = {entry.name: entry for entry in fields(self)}

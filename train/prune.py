@@ -19,7 +19,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from osprey.train.checkpoints import TRAINING_FILE, atomic_folder, provenance, public_name, versions, write_json
+from osprey.train.checkpoints import (
+    TRAINING_FILE,
+    atomic_folder,
+    provenance,
+    public_name,
+    reading_weights,
+    versions,
+    write_json,
+)
 from osprey.train.data import check_source
 from osprey.train.importance import Importance, measure_importance
 from osprey.train.perplexity import packed_documents
@@ -243,7 +251,8 @@ def load_source(source: str, revision: str | None = None) -> tuple[PreTrainedMod
     if "gguf_file" in options:
         # Without `dequantize` the blocks may stay packed (where the `kernels` package is installed).
         options["quantization_config"] = GgufConfig(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options), tokenizer
+    with reading_weights(source):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options), tokenizer
 
 
 def locate(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:

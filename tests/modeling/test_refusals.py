@@ -44,6 +44,33 @@ def one_sentence(error) -> bool:
     return "\n" not in str(error.value)
 
 
+def test_another_kind_of_model(tmp_path):
+    tiny_target().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is no Osprey drafter but a llama model: make one of it with `osprey conv"):
+        OspreyDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("num_assistant_tokens", "x", "a whole number of at least 1"),
+        ("num_assistant_tokens", 2.5, "a whole number of at least 1"),
+        ("num_assistant_tokens", 0, "a whole number of at least 1"),
+        ("lookup_num_tokens", -1, "a whole number of at least 0"),
+        ("lookup_ngram_size", 0, "a whole number of at least 1"),
+        ("assistant_confidence_threshold", "high", "a number of at least 0"),
+        ("assistant_confidence_threshold", float("nan"), "a number of at least 0"),
+        ("adaptive_draft_length", "yes", "True, False or None"),
+    ],
+)
+def test_settings_that_mean_nothing(name, value, wanted):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    setattr(drafter.generation_config, name, value)
+    with pytest.raises(ValueError, match=f"generation config has {name} {value!r}, but it must be {wanted}"):
+        target.generate(tiny_prompt(), assistant_model=drafter, max_new_tokens=4)
+
+
 @pytest.mark.parametrize("load", LOADERS)
 def test_missing_weights(load, folder):
     (folder / "model.safetensors").unlink()

@@ -108,6 +108,16 @@ def test_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
         main(command(tmp_path))
 
 
+def test_a_run_that_was_refused_may_be_mended(tmp_path):
+    save_models(tmp_path, TARGETS["qwen3-8b"]())
+    rows = (tmp_path / "data.jsonl").read_text()
+    (tmp_path / "data.jsonl").write_text(rows + "{")
+    with pytest.raises(ValueError, match="line 26: not JSON"):
+        main(command(tmp_path))
+    (tmp_path / "data.jsonl").write_text(rows)
+    assert main(command(tmp_path)) == 0
+
+
 def test_refusals(tmp_path):
     save_models(tmp_path, TARGETS["qwen3-8b"]())
     with pytest.raises(ValueError, match="--data and --out are needed"):

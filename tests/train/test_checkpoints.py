@@ -4,6 +4,8 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from osprey.cli import pull
 from osprey.cli.main import main
@@ -88,6 +90,22 @@ def test_a_git_checkout_is_not_replaced(old):
     with pytest.raises(FileExistsError, match="a git checkout"), atomic_folder(old, overwrite=True):
         pass
     assert sorted(path.name for path in old.iterdir()) == [".git", "config.json", "old"]
+
+
+def test_a_strangers_folder_inside_is_not_replaced(old):
+    (old / "custom_generate").mkdir()
+    with atomic_folder(old, overwrite=True) as work:
+        (work / "config.json").write_text(CONFIG["config.json"])
+    (old / "notes").mkdir()
+    with pytest.raises(FileExistsError, match="the folder notes"), atomic_folder(old, overwrite=True):
+        pass
+    assert (old / "notes").is_dir()
+
+
+def test_weights_may_be_read_by_others(tmp_path):
+    with atomic_folder(tmp_path / "out") as work:
+        save_file({"a": torch.zeros(2)}, work / "model.safetensors")
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

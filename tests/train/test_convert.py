@@ -1,6 +1,8 @@
 """Conversion: the drafter computes what the backbone computes, for any context, in the target's vocabulary."""
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -249,6 +251,13 @@ def test_refusals(tmp_path, folders):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
     with pytest.raises(ValueError, match="neither a text"):
         convert(arguments(tmp_path, draft_vocab_size=8, frequencies=[str(tmp_path / "rows.jsonl")]))
+    with pytest.raises(ValueError, match="--ctx_norm_weight is nan, but must be finite"):
+        convert(arguments(tmp_path, ctx_norm_weight=float("nan")))
+    shutil.copytree(tmp_path / "backbone", tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "model.safetensors", 1000)
+    with pytest.raises(OSError, match=r"The weights of \S*cut cannot be read .*truncated or damaged"):
+        convert(arguments(tmp_path, backbone=str(tmp_path / "cut")))
+    shutil.rmtree(tmp_path / "cut")
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
     with pytest.raises(FileExistsError, match="exists already"):

@@ -224,6 +224,11 @@ def test_refusals(line):
         "not a feature folder": {"features": line / "drafter"},
         "unroll_steps must be at least 1": {"unroll_steps": 0},
         "temperature is 0.0, but must be more than 0 and finite": {"temperature": 0},
+        "--learning_rate is nan, but must be more than 0": {"learning_rate": "nan"},
+        "--context_learning_rate is -1.0": {"context_learning_rate": -1},
+        "--per_device_train_batch_size is 0, but must be at least 1": {"per_device_train_batch_size": 0},
+        "--max_steps is -5 and --num_train_epochs 3.0": {"max_steps": -5},
+        "--max_steps is -1 and --num_train_epochs 0.0": {"max_steps": -1, "num_train_epochs": 0},
         "--packing has no effect": {"packing": True},
         "--optim adafactor has no effect beside Muon": {"optim": "adafactor"},
         "--other_learning_rate has no effect without Muon": {"muon": False, "other_learning_rate": 0.1},
@@ -244,6 +249,10 @@ def test_refusals(line):
     other.save_pretrained(line / "drafter")
     with pytest.raises(ValueError, match="target_layer_ids"):
         main(flags(line, "other", "d"))
+    wider = tiny_drafter(tiny_target(vocab_size=BYTES, hidden_size=64))
+    wider.save_pretrained(line / "drafter")
+    with pytest.raises(ValueError, match="features have target_hidden_size 32 but the drafter has 64"):
+        main(flags(line, "other", "d", whiten_context=True))
     assert not list(line.glob(".*"))
 
 
