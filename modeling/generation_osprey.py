@@ -237,6 +237,8 @@ class OspreyCandidateGenerator(CandidateGenerator):
 
     def release(self) -> None:
         """Let go of the drafter's keys and values: the call is over."""
+        if self.runner is not None:
+            self.runner.release()
         self.runner = None
 
     @property

@@ -66,6 +66,9 @@ class DynamicRunner:
         """Scores over the draft vocabulary, `[1, D]`, of the state (`[1, 1, h]`) that came last."""
         return self.drafter.draft_logits(state)[:, -1]
 
+    def release(self) -> None:
+        """The call is over."""
+
     def causal_mask(self, start: int, length: int, device: torch.device) -> torch.Tensor | None:
         """Which of `start + length` keys each of the last `length` positions sees, `[1, 1, length, start + length]`.
 
@@ -86,7 +89,8 @@ class StaticRunner:
     """
 
     def __init__(self, drafter: PreTrainedModel, buffers: "StaticBuffers"):
-        self.drafter, self.cache = drafter, buffers.cache
+        self.drafter, self.buffers, self.cache = drafter, buffers, buffers.cache
+        buffers.user = weakref.ref(self)  # weak: who drives a generator by hand may forget to release it
         self.compiled_read, self.compiled_step = buffers.compiled_read, buffers.compiled_step
         self.num_cached = 0
         for layer in self.cache.layers:
@@ -114,6 +118,10 @@ class StaticRunner:
         """Copies: a graph writes where it wrote before, and one step's output is the next one's input."""
         state, self.last_logits = (output.clone() for output in outputs)
         return state
+
+    def release(self) -> None:
+        """The call is over: the buffers are free, whatever still refers to this."""
+        self.buffers.user = no_user
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
         """As `DynamicRunner.logits`; they are computed with each state, also where nobody asks for them."""
@@ -165,7 +173,7 @@ class StaticBuffers:
     """Keys and values of `capacity` positions for a drafter, and the functions that are compiled for them.
 
     Attributes:
-        runner: a weak reference to the runner that draws on them last; they serve one at a time.
+        user: gives the runner that is using them, if any; they serve one at a time.
     """
 
     def __init__(self, drafter: PreTrainedModel, capacity: int):
@@ -180,13 +188,17 @@ class StaticBuffers:
         if self.options is not None:
             self.compiled_read = torch.compile(static_read, **self.options)
             self.compiled_step = torch.compile(static_step, **self.options)
-        self.runner: Callable[[], StaticRunner | None] = lambda: None
+        self.user: Callable[[], StaticRunner | None] = no_user
 
     def fits(self, drafter: PreTrainedModel) -> bool:
         """Whether the drafter is where, in what precision and to be compiled how it was when these were made."""
         like = self.cache.layers[0].keys
         same_place = (like.device, like.dtype) == (drafter.device, drafter.dtype)
         return same_place and self.options == compile_options(drafter, self.cache)
+
+
+def no_user() -> None:
+    """What `StaticBuffers.user` is while they are free."""
 
 
 def compile_options(drafter: PreTrainedModel, cache: Cache) -> dict[str, Any] | None:
@@ -233,8 +245,4 @@ def new_runner(drafter: PreTrainedModel, capacity: int) -> DynamicRunner | Stati
     if capacity not in of_drafter or not of_drafter[capacity].fits(drafter):
         of_drafter[capacity] = StaticBuffers(drafter, capacity)
     buffers = of_drafter[capacity]
-    if buffers.runner() is not None:
-        return DynamicRunner(drafter)
-    runner = StaticRunner(drafter, buffers)
-    buffers.runner = weakref.ref(runner)
-    return runner
+    return StaticRunner(drafter, buffers) if buffers.user() is None else DynamicRunner(drafter)

@@ -188,7 +188,10 @@ def test_a_call_inside_a_call_has_a_cache_of_its_own():
     drafter = static(tiny_drafter(tiny_target()))
     outer = new_runner(drafter, 10)
     assert isinstance(outer, StaticRunner) and isinstance(new_runner(drafter, 10), DynamicRunner)
-    del outer
+    outer.release()
+    forgotten = new_runner(drafter, 10)
+    assert isinstance(forgotten, StaticRunner)
+    del forgotten
     assert isinstance(new_runner(drafter, 10), StaticRunner)
 
 
